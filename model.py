@@ -1,0 +1,409 @@
+"""The models of ExPLoRe: a Vision Transformer with Soft-MoE blocks, the student around it and its frozen teachers.
+
+Needs nothing but torch when it is imported; open_clip is imported where a CLIP teacher is built.
+
+Shapes: B images, N patches, V visible patches, T = 1 + N or 1 + V tokens with [CLS] first, D width, E experts, H hidden
+width. A boolean `mask` is True where a patch is masked.
+"""
+
+import contextlib
+import logging
+import math
+import pickle
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+PRESETS = {
+    "vit_nano": dict(dim=96, depth=4, heads=3),      # the demo's, for small images and CPUs
+    "vit_tiny": dict(dim=192, depth=12, heads=3),
+    "vit_small": dict(dim=384, depth=12, heads=6),
+    "vit_base": dict(dim=768, depth=12, heads=12),   # the paper's ViT-B/16
+    "vit_large": dict(dim=1024, depth=24, heads=16),
+}
+
+
+# ----------------------------------------------------------------------------------------------------------- Soft-MoE
+
+class Routing(NamedTuple):
+    """What the router of one block decided, both from the same logits (Eq. 4)."""
+    dispatch: Tensor   # [B, T, E], sums to 1 over tokens: how much each token gives to an expert's slot
+    combine: Tensor    # [B, T, E], sums to 1 over experts: how much of each expert's output a token takes
+
+
+def no_autocast(device_type: str):
+    """Switches autocast off inside; device types without autocast, like meta, have none to switch off."""
+    available = torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if available else contextlib.nullcontext()
+
+
+class SoftMoE(nn.Module):
+    """Soft mixture of `experts` MLPs with one slot per expert, in place of a transformer block's MLP (Eq. 4, App. G).
+
+    `dropout` is the transfer recipe Expert Dropout (ExD): while training, an expert's whole output is zeroed for an
+    image with that probability, and scaled by 1 / (1 - dropout) otherwise.
+    """
+
+    def __init__(self, dim: int, experts: int, hidden: int, dropout: float = 0.0):
+        super().__init__()
+        self.dropout = dropout
+        self.phi = nn.Parameter(torch.empty(dim, experts))          # the direction that each expert looks for
+        self.scale = nn.Parameter(torch.ones(()))                   # how sharply it looks: an inverse temperature
+        self.w1 = nn.Parameter(torch.empty(experts, dim, hidden))
+        self.b1 = nn.Parameter(torch.zeros(experts, hidden))
+        self.w2 = nn.Parameter(torch.empty(experts, hidden, dim))
+        self.b2 = nn.Parameter(torch.zeros(experts, dim))
+        # nn.init would take the wrong fan from [E, in, out]; these are nn.Linear's bounds, 1 / sqrt(fan_in)
+        nn.init.uniform_(self.w1, -dim ** -0.5, dim ** -0.5)
+        nn.init.uniform_(self.w2, -hidden ** -0.5, hidden ** -0.5)
+        nn.init.uniform_(self.phi, -experts ** -0.5, experts ** -0.5)
+
+    def route(self, x: Tensor) -> Routing:
+        """x [B, T, D] -> dispatch and combine weights [B, T, E], in float32 also under autocast."""
+        with no_autocast(x.device.type):
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            logits = self.scale * (F.normalize(x, dim=-1) @ F.normalize(self.phi, dim=0))
+            return Routing(dispatch=logits.softmax(dim=1), combine=logits.softmax(dim=2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
+        """x [B, T, D] -> (y [B, T, D], Routing)."""
+        routing = self.route(x)
+        slots = torch.einsum("bte,btd->ebd", routing.dispatch.to(x.dtype), x)             # one slot per expert
+        hidden = F.gelu(torch.baddbmm(self.b1[:, None], slots, self.w1))                  # all experts at once
+        slots = torch.baddbmm(self.b2[:, None], hidden, self.w2)
+        slots = slots * F.dropout(slots.new_ones(*slots.shape[:2], 1), self.dropout, self.training)
+        return torch.einsum("bte,ebd->btd", routing.combine.to(slots.dtype), slots), routing
+
+
+# ------------------------------------------------------------------------------------------------- Vision Transformer
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, d))
+
+
+class Mlp(nn.Module):
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.fc2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class LayerScale(nn.Module):
+    def __init__(self, dim: int, init: float):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((dim,), init))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block; its MLP is a SoftMoE where `experts` > 0. Returns (tokens, Routing or None)."""
+
+    def __init__(self, dim, heads, experts=0, drop_path=0.0, expert_dropout=0.0, layer_scale=0.1):
+        super().__init__()
+        self.drop_path = drop_path
+        self.norm1, self.norm2 = nn.LayerNorm(dim, eps=1e-6), nn.LayerNorm(dim, eps=1e-6)
+        self.attn = Attention(dim, heads)
+        self.mlp = SoftMoE(dim, experts, 4 * dim, expert_dropout) if experts else Mlp(dim, 4 * dim)
+        self.ls1, self.ls2 = LayerScale(dim, layer_scale), LayerScale(dim, layer_scale)
+
+    def residual(self, branch: Tensor) -> Tensor:
+        """Stochastic depth: drops the whole branch for an image with probability `drop_path` while training."""
+        return branch * F.dropout(branch.new_ones(len(branch), 1, 1), self.drop_path, self.training)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Routing | None]:
+        x = x + self.residual(self.ls1(self.attn(self.norm1(x))))
+        y = self.mlp(self.norm2(x))
+        y, routing = y if isinstance(self.mlp, SoftMoE) else (y, None)
+        return x + self.residual(self.ls2(y)), routing
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, patch_size: int, dim: int):
+        super().__init__()
+        self.proj = nn.Conv2d(3, dim, patch_size, stride=patch_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.proj(images).flatten(2).transpose(1, 2)
+
+
+class ViT(nn.Module):
+    """Vision Transformer whose blocks `moe_blocks` (0-based; 1, 3, 5, ... by default) are Soft-MoE where experts > 0.
+
+    Parameters carry timm's names: without experts its state loads into timm's VisionTransformer and back.
+    `drop_path` rises linearly from 0 at the first block to its value at the last.
+    """
+
+    def __init__(self, image_size: int, patch_size: int, dim: int, depth: int, heads: int, experts: int = 0,
+                 moe_blocks: list[int] | None = None, drop_path: float = 0.0, expert_dropout: float = 0.0):
+        super().__init__()
+        if image_size % patch_size:
+            raise ValueError(f"image size {image_size} is not a multiple of patch size {patch_size}")
+        moe_blocks = (list(range(1, depth, 2)) if moe_blocks is None else sorted(set(moe_blocks))) if experts else []
+        if any(not 0 <= block < depth for block in moe_blocks):
+            raise ValueError(f"MoE blocks {moe_blocks}: a ViT of depth {depth} has blocks 0 to {depth - 1}")
+        # what a checkpoint needs to build this encoder again; dropout belongs to a training run, not to the model
+        self.config = dict(image_size=image_size, patch_size=patch_size, dim=dim, depth=depth, heads=heads,
+                           experts=experts, moe_blocks=moe_blocks)
+        self.dim, self.patch_size, self.grid, self.moe_blocks = dim, patch_size, image_size // patch_size, moe_blocks
+
+        self.patch_embed = PatchEmbed(patch_size, dim)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
+        self.pos_embed = nn.Parameter(torch.empty(1, 1 + self.grid ** 2, dim))
+        self.blocks = nn.ModuleList(
+            Block(dim, heads, experts if i in moe_blocks else 0, drop_path * i / max(depth - 1, 1), expert_dropout)
+            for i in range(depth))
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.init_weights()
+
+    def init_weights(self):
+        """Truncated normal 0.02 (experts have their own init); residual projections shrink with depth, as in BEiT."""
+        nn.init.trunc_normal_(self.cls_token, std=0.02)
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Conv2d)):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+        with torch.no_grad():
+            for depth, block in enumerate(self.blocks, start=1):
+                block.attn.proj.weight.div_(math.sqrt(2 * depth))
+                (block.mlp.w2 if isinstance(block.mlp, SoftMoE) else block.mlp.fc2.weight).div_(math.sqrt(2 * depth))
+
+    def forward(self, images: Tensor, ids_keep: Tensor | None = None, mask: Tensor | None = None,
+                mask_token: Tensor | None = None) -> tuple[Tensor, dict[int, Routing]]:
+        """images [B, 3, S, S] -> (tokens [B, T, D] after the final norm, Routing of each MoE block).
+
+        Sparse encoding: ids_keep [B, V] names the patches to process; the tokens follow in that order.
+        Dense encoding: mask [B, N] marks the patches that mask_token [1, 1, D] replaces.
+        """
+        x = self.patch_embed(images)
+        if mask is not None:
+            x = torch.where(mask[..., None], mask_token.to(x.dtype), x)
+        x = x + self.pos_embed[:, 1:]      # before dropping patches: what is left still knows where it came from
+        if ids_keep is not None:
+            x = take(x, ids_keep)
+        x = torch.cat([(self.cls_token + self.pos_embed[:, :1]).expand(len(x), -1, -1), x], dim=1)
+        routing = {}
+        for i, block in enumerate(self.blocks):
+            x, routed = block(x)
+            if routed is not None:
+                routing[i] = routed
+        return self.norm(x), routing
+
+
+def take(x: Tensor, ids: Tensor) -> Tensor:
+    """x [B, N, D], ids [B, V] -> [B, V, D]: of each image, the patches `ids` in that order."""
+    return x.gather(1, ids[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def shuffle_visible(mask: Tensor, noise: Tensor, visible: int) -> Tensor:
+    """Sparse encoding's permutation and its cut in one: mask [B, N], noise [B, N] in [0, 1) -> ids_keep [B, V].
+
+    mask + noise is below 1 for visible patches and above for masked ones, so sorting it puts the visible first, in
+    random order. Every image must have exactly `visible` patches that are not masked.
+    """
+    return torch.argsort(mask + noise, dim=1)[:, :visible]
+
+
+def build_vit(name: str, **overrides) -> ViT:
+    """A ViT by its name in PRESETS, at 224 px and patch 16 unless overridden. Works under torch.device("meta")."""
+    if name not in PRESETS:
+        raise ValueError(f"unknown model {name!r}: one of {', '.join(PRESETS)}")
+    return ViT(**(dict(image_size=224, patch_size=16) | PRESETS[name] | overrides))
+
+
+def encoder_macs(vit: ViT, tokens: int = 197) -> int:
+    """Multiply-accumulates of one image's pass through the blocks: the paper's Table 6, where "GFLOPs" are MACs.
+
+    A MoE block's experts see E slots instead of T tokens: that is why 64 experts cost less than one MLP.
+    """
+    macs = 0
+    for block in vit.blocks:
+        macs += 4 * tokens * vit.dim ** 2 + 2 * tokens ** 2 * vit.dim               # qkv and proj; q k^T and its v
+        if isinstance(block.mlp, SoftMoE):
+            experts, _, hidden = block.mlp.w1.shape
+            macs += 3 * tokens * experts * vit.dim + 2 * experts * vit.dim * hidden  # logits, dispatch, combine; MLPs
+        else:
+            macs += 2 * tokens * vit.dim * block.mlp.fc1.out_features
+    return macs
+
+
+# ------------------------------------------------------------------------------------------------------------ student
+
+class Explore(nn.Module):
+    """The student: a ViT and one linear head, on every token, from its width to the teacher's."""
+
+    def __init__(self, encoder: ViT, teacher_dim: int):
+        super().__init__()
+        self.encoder = encoder
+        self.head = nn.Linear(encoder.dim, teacher_dim)
+        nn.init.trunc_normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, images: Tensor, ids_keep: Tensor) -> tuple[Tensor, dict[int, Routing]]:
+        """images [B, 3, S, S], ids_keep [B, V] -> (predictions of the teacher's tokens [B, 1 + V, Dt], Routings)."""
+        tokens, routing = self.encoder(images, ids_keep)
+        return self.head(tokens), routing
+
+
+# ----------------------------------------------------------------------------------------------------------- teachers
+
+class Teacher(nn.Module):
+    """A frozen model whose tokens are the targets. Takes images in [0, 1] of any size, gives [B, 1 + N, dim].
+
+    It resizes and normalizes them itself, to its own image size (one patch for each patch of the student), mean and std.
+    """
+
+    def __init__(self, image_size: int, dim: int, mean: tuple, std: tuple):
+        super().__init__()
+        self.image_size, self.dim = image_size, dim
+        self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(3, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.shape[-1] != self.image_size:
+            images = F.interpolate(images, (self.image_size, self.image_size), mode="bicubic", antialias=True)
+        return self.tokens((images.clamp(0, 1).to(self.mean.dtype) - self.mean) / self.std)
+
+
+class ClipTeacher(Teacher):
+    """CLIP's vision transformer from open_clip: tokens after its last block, before `ln_post` and the projection.
+
+    `pretrained` is a tag of open_clip, a file or "random" (the same weights every time: for tests and benchmarks).
+    `grid` is the student's number of patches along a side. Raises ValueError with what would be right.
+    """
+
+    def __init__(self, name: str, pretrained: str, grid: int):
+        import open_clip
+        if name not in open_clip.list_models():
+            raise ValueError(f"open_clip has no model {name!r}; it has {', '.join(open_clip.list_models())}")
+        tags = open_clip.list_pretrained_tags_by_model(name)
+        if pretrained != "random" and pretrained not in tags and not Path(pretrained).is_file():
+            raise ValueError(f"{pretrained!r} is no file and no weights of {name}; it has {', '.join(tags)} and random")
+        patch_size = open_clip.get_model_config(name)["vision_cfg"].get("patch_size")
+        if patch_size is None:
+            raise ValueError(f"{name} is no vision transformer with a [CLS] token")
+        try:
+            with quiet_logging(), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                visual = open_clip.create_model(
+                    name, None if pretrained == "random" else pretrained, force_image_size=grid * patch_size,
+                    # OpenAI's weights were trained with QuickGELU; with another activation every target would be
+                    # silently wrong. A file has no such record: there the model's name says it (ViT-B-16-quickgelu).
+                    force_quick_gelu=open_clip.get_pretrained_cfg(name, pretrained).get("quick_gelu", False)).visual
+        except Exception as error:   # the network, the hub, the cache, the file: many kinds, one meaning
+            if pretrained in tags:
+                raise ValueError(f"the weights of {name} could not be downloaded here; give a file as {name}/FILE "
+                                 f"({first_line(error)})") from error
+            raise ValueError(f"{pretrained} holds no weights of {name} ({first_line(error)})") from error
+        if not isinstance(visual, open_clip.transformer.VisionTransformer):
+            raise ValueError(f"{name} is no vision transformer with a [CLS] token")
+        cfg = visual.preprocess_cfg
+        super().__init__(grid * patch_size, visual.conv1.out_channels, cfg["mean"], cfg["std"])
+        self.visual = visual
+
+    def tokens(self, images: Tensor) -> Tensor:
+        last = self.visual.forward_intermediates(images, indices=1, intermediates_only=True, output_fmt="NLC",
+                                                 output_extra_tokens=True)
+        return torch.cat([last["image_intermediates_prefix"][0], last["image_intermediates"][0]], dim=1)
+
+
+class EncoderTeacher(Teacher):
+    """An encoder from any checkpoint of ours as the teacher: its tokens after the final norm."""
+
+    def __init__(self, path: str, grid: int):
+        encoder = load_encoder(path, grid=grid)
+        super().__init__(grid * encoder.patch_size, encoder.dim, IMAGENET_MEAN, IMAGENET_STD)
+        self.encoder = encoder
+
+    def tokens(self, images: Tensor) -> Tensor:
+        return self.encoder(images)[0]
+
+
+def build_teacher(name: str, grid: int) -> Teacher:
+    """`name` is a checkpoint of ours or an open_clip MODEL/PRETRAINED, split at the first slash. Frozen, in eval mode.
+
+    Raises ValueError with what would be right.
+    """
+    if Path(name).is_file():
+        teacher = EncoderTeacher(name, grid)
+    elif "/" in name:
+        teacher = ClipTeacher(*name.split("/", 1), grid)
+    else:
+        raise ValueError("neither a checkpoint file nor an open_clip MODEL/PRETRAINED such as ViT-B-16/openai")
+    return teacher.eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def quiet_logging():
+    """open_clip logs as errors what is raised as well."""
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+def load_checkpoint(path: str | Path) -> dict:
+    """A checkpoint of any of our stages: plain tensors, numbers and strings. Raises ValueError where it is none."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise ValueError(f"there is no checkpoint {path}") from None
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is no checkpoint of ours ({first_line(error)})") from error
+    if not isinstance(checkpoint, dict) or not {"model", "encoder", "args"} <= checkpoint.keys():
+        raise ValueError(f"{path} is no checkpoint of ours: it lacks 'model', 'encoder' or 'args'")
+    return checkpoint
+
+
+def load_encoder(path: str | Path, grid: int | None = None) -> ViT:
+    """The encoder of any checkpoint of ours; with `grid`, its position embeddings are resized to that many patches a side.
+
+    Raises ValueError where the file is no checkpoint of ours.
+    """
+    checkpoint = load_checkpoint(path)
+    config = dict(checkpoint["encoder"])
+    state = {key.removeprefix("encoder."): value for key, value in checkpoint["model"].items()
+             if key.startswith("encoder.")}
+    if grid is not None:
+        config["image_size"] = grid * config["patch_size"]
+        state["pos_embed"] = resize_pos_embed(state["pos_embed"], grid)
+    encoder = ViT(**config)
+    encoder.load_state_dict(state)
+    return encoder
+
+
+def resize_pos_embed(pos_embed: Tensor, grid: int) -> Tensor:
+    """pos_embed [1, 1 + M * M, D] -> [1, 1 + grid * grid, D], bicubic; [CLS] keeps its own."""
+    cls, patches = pos_embed[:, :1], pos_embed[:, 1:]
+    old = math.isqrt(patches.shape[1])
+    if old == grid:
+        return pos_embed
+    patches = patches.view(1, old, old, -1).permute(0, 3, 1, 2)
+    patches = F.interpolate(patches, (grid, grid), mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([cls, patches.flatten(2).transpose(1, 2)], dim=1)
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:200] or type(error).__name__
