@@ -1,0 +1,375 @@
+"""What every script begins and ends with: flags, process group, seeds, schedule, run folder, checkpoints, log."""
+
+import argparse
+import contextlib
+import ctypes
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from model import load_checkpoint
+
+# Flags that say where, how fast or how long a run works, not what it computes: they may change when it goes on
+FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "save_every", "max_steps", "demo"}
+
+
+# ------------------------------------------------------------------------------------------------------ errors, flags
+
+class UserError(Exception):
+    """Something that the user can put right: one line that names the flag or file, exit code 2, no traceback.
+
+    `everywhere` marks what may happen in one process alone; all processes meet the rest together, and the first speaks.
+    """
+
+    def __init__(self, message: str, everywhere: bool = False):
+        super().__init__(message)
+        self.everywhere = everywhere
+
+
+def run(main, args: argparse.Namespace):
+    """What a script's `__main__` calls."""
+    script = Path(sys.argv[0]).name
+    try:
+        main(args)
+    except UserError as error:
+        if error.everywhere or is_first():
+            print(f"{script}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"\n{script}: stopped. The same command goes on from the last checkpoint.", file=sys.stderr)
+        sys.exit(130)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def add_common_flags(parser: argparse.ArgumentParser, batch_size: int):
+    group = parser.add_argument_group("input, output, machine")
+    group.add_argument("--data", default=os.environ.get("IMAGENET", "data/imagenet"), metavar="FOLDER",
+                       help="folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or cifar10, food101 (downloaded to data/), "
+                            "or shapes (drawn on the fly); default: $IMAGENET, else data/imagenet")
+    group.add_argument("--out", help="folder for the results (default: runs/NAME, made of the flags that matter)")
+    group.add_argument("--batch-size", type=positive_int, default=batch_size, help="images per step, over all processes "
+                       "(default: %(default)s)")
+    group.add_argument("--workers", type=natural, default=None, metavar="N",
+                       help="loader processes for each training process (default: its share of the cores, at most 8)")
+    group.add_argument("--amp", choices=("fp16", "bf16", "off"), default="fp16",
+                       help="precision of matrix products (default: %(default)s; without CUDA fp16 becomes bf16)")
+    group.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None,
+                       help="torch.compile: slower to start, faster steps (default: on CUDA)")
+    group.add_argument("--seed", type=natural, default=42, help="default: %(default)s")
+
+
+def add_trainer_flags(parser: argparse.ArgumentParser, *, epochs: int, warmup_epochs: float, lr: float, min_lr: float,
+                      weight_decay: float, clip_grad: float, drop_path: float):
+    group = parser.add_argument_group("optimization (AdamW, cosine schedule per step)")
+    group.add_argument("--epochs", type=positive_int, default=epochs, help="default: %(default)s")
+    group.add_argument("--warmup-epochs", type=non_negative, default=warmup_epochs, metavar="EPOCHS",
+                       help="linear warm-up (default: %(default)s)")
+    group.add_argument("--micro-batch", type=positive_int, metavar="N",
+                       help="images of one forward pass of one process; gradients accumulate up to --batch-size "
+                            "(default: the largest divisor of a process's share up to 256)")
+    group.add_argument("--lr", type=non_negative, default=lr, help="peak learning rate, absolute (default: %(default)s)")
+    group.add_argument("--min-lr", type=non_negative, default=min_lr, metavar="LR", help="final rate (default: %(default)s)")
+    group.add_argument("--weight-decay", type=non_negative, default=weight_decay, metavar="W", help="default: %(default)s")
+    group.add_argument("--clip-grad", type=non_negative, default=clip_grad, metavar="NORM",
+                       help="largest gradient norm, 0 for no clipping (default: %(default)s)")
+    group.add_argument("--drop-path", type=fraction, default=drop_path, metavar="P",
+                       help="stochastic depth of the last block, rising from 0 (default: %(default)s)")
+    group.add_argument("--save-every", type=positive_int, default=10, metavar="EPOCHS",
+                       help="write last.pt and keep an epoch_NNNN.pt this often (default: %(default)s)")
+    group.add_argument("--max-steps", type=positive_int, metavar="N",
+                       help="stop after step N of the schedule; the same command without it goes on")
+
+
+def number(kind, condition, description):
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {description}") from None
+        if not (math.isfinite(value) and condition(value)):
+            raise argparse.ArgumentTypeError(f"{text} is no {description}")
+        return value
+    return parse
+
+
+natural = number(int, lambda x: x >= 0, "whole number of at least 0")
+positive_int = number(int, lambda x: x > 0, "whole number above 0")
+non_negative = number(float, lambda x: x >= 0, "number of at least 0")
+positive = number(float, lambda x: x > 0, "number above 0")
+finite = number(float, lambda x: True, "finite number")
+fraction = number(float, lambda x: 0 <= x < 1, "number from 0 to below 1")
+open_fraction = number(float, lambda x: 0 < x < 1, "number between 0 and 1")
+
+
+# ---------------------------------------------------------------------------------------------------------- processes
+
+class Process(NamedTuple):
+    rank: int
+    world: int
+    device: torch.device
+    amp: torch.dtype | None    # autocast's dtype; None is full precision
+
+    def autocast(self):
+        return torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None)
+
+
+def is_first() -> bool:
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def start(args: argparse.Namespace) -> Process:
+    """Joins torchrun's process group where there is one (NCCL on CUDA, gloo on CPU) and picks device and precision.
+
+    Fills in what `args` left to the machine: --workers and --compile.
+    """
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        keep_freed_memory()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if cuda else "gloo")
+    if args.amp == "fp16" and not cuda:
+        args.amp = "bf16"
+        if rank == 0:
+            print("no CUDA device: --amp fp16 becomes bf16", flush=True)
+    if args.workers is None:
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        args.workers = min(8, max(1, len(os.sched_getaffinity(0)) // local_world))
+    if args.compile is None:
+        args.compile = cuda
+    return Process(rank, world, device, {"fp16": torch.float16, "bf16": torch.bfloat16, "off": None}[args.amp])
+
+
+def keep_freed_memory():
+    """Tells glibc's malloc to keep large freed blocks for the next tensor.
+
+    It would give them back to the system at once, and on a CPU the page faults of fetching them again can take ten
+    times as long as an elementwise operation itself.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt:
+        mallopt(-4, 0)                  # M_MMAP_MAX: no block is a mapping of its own
+        mallopt(-1, 2 ** 31 - 1)        # M_TRIM_THRESHOLD: keep up to 2 GiB at the heap's end
+
+
+@contextlib.contextmanager
+def first_process_first():
+    """Of each machine's processes the first goes alone (it downloads), the others follow."""
+    waits = dist.is_initialized() and int(os.environ.get("LOCAL_RANK", 0)) != 0
+    if waits:
+        dist.barrier()
+    yield
+    if dist.is_initialized() and not waits:
+        dist.barrier()
+
+
+def seed_everything(*key: int):
+    """Seeds torch with a function of `key`: (seed,) for the weights, (seed, step, rank) for a step's drop path."""
+    torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
+
+
+def sizes(args: argparse.Namespace, world: int, images: int) -> tuple[int, int, int]:
+    """-> (micro-batch, micro-steps of a step, steps of an epoch), checked."""
+    if args.batch_size % world:
+        raise UserError(f"--batch-size {args.batch_size} is not a multiple of the {world} processes")
+    if images < args.batch_size:
+        raise UserError(f"--batch-size {args.batch_size}: there are only {images} training images in {args.data}")
+    share = args.batch_size // world
+    micro = args.micro_batch or max(n for n in range(1, min(share, 256) + 1) if share % n == 0)
+    if share % micro:
+        raise UserError(f"--micro-batch {micro} does not divide the {share} images that each of {world} processes has "
+                        f"of --batch-size {args.batch_size}")
+    return micro, share // micro, images // args.batch_size
+
+
+# ------------------------------------------------------------------------------------------------------- optimization
+
+def schedule(args: argparse.Namespace, epoch_steps: int) -> tuple[int, int]:
+    """-> (steps of the whole run, warm-up steps)."""
+    steps, warmup = args.epochs * epoch_steps, round(args.warmup_epochs * epoch_steps)
+    if warmup >= steps:
+        raise UserError(f"--warmup-epochs {args.warmup_epochs:g} leaves nothing of --epochs {args.epochs}")
+    return steps, warmup
+
+
+def learning_rate(step: int, steps: int, warmup: int, peak: float, floor: float) -> float:
+    """Linear from peak / warmup at step 0 to the peak at step warmup - 1, then cosine to the floor at the last step."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step + 1 - warmup) / (steps - warmup)
+    return floor + (peak - floor) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """No weight decay on biases (the experts' stacked ones too), norms, LayerScale, `scale`, positions and tokens."""
+    undecayed = ("b1", "b2", "pos_embed", "cls_token", "mask_token")
+    return parameter.ndim > 1 and name.split(".")[-1] not in undecayed
+
+
+def adamw(model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float]) -> torch.optim.AdamW:
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [dict(params=[p for name, p in named if decays(name, p)], weight_decay=weight_decay),
+              dict(params=[p for name, p in named if not decays(name, p)], weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+
+
+def update(optimizer, scaler, clip_grad: float) -> tuple[Tensor, Tensor]:
+    """Clips, steps, clears the gradients -> (gradient norm, 1.0 if the update was skipped), both left on the device.
+
+    Where a gradient is not finite, fused AdamW is told so by `found_inf` and leaves weights and state alone; the host
+    need not know. In fp16 the scaler sets the same attribute, and lowers its scale.
+    """
+    scaler.unscale_(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = nn.utils.clip_grad_norm_(parameters, clip_grad or math.inf)
+    skipped = (~norm.isfinite()).float()
+    optimizer.found_inf = skipped
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return norm, skipped
+
+
+# --------------------------------------------------------------------------------------------- run folder, checkpoints
+
+def run_folder(stage: str, args: argparse.Namespace, parser: argparse.ArgumentParser) -> Path:
+    """--out, or runs/NAME where NAME lists the flags that differ from the defaults and change what is computed."""
+    if args.out:
+        return Path(args.out)
+    told = {name: value for name, value in sorted(vars(args).items())
+            if value != parser.get_default(name) and name not in FREE_FLAGS - {"data"}}
+    if "data" in told:
+        told["data"] = Path(told["data"]).name
+    name = re.sub(r"[^\w.=+-]+", "-", "_".join([stage] + [f"{flag}={value}" for flag, value in told.items()]))
+    if len(name) > 120:
+        name = name[:110] + "-" + hashlib.sha256(repr(told).encode()).hexdigest()[:8]
+    return Path("runs", name)
+
+
+def open_run(folder: Path, args: argparse.Namespace, steps_per_epoch: int) -> dict | None:
+    """Makes the run folder and its args.json -> the state to go on from, or None for a new run.
+
+    UserError where the folder holds a run with other flags or another number of images.
+    """
+    last = folder / "last.pt"
+    state = None
+    if last.exists():
+        try:
+            state = load_checkpoint(last)
+        except ValueError as error:
+            raise UserError(f"{error}; remove it to begin anew") from error
+        mine, theirs = plain(vars(args)), state["args"]
+        differ = [f"{flag(name)} was {theirs.get(name)}, is {mine.get(name)}" for name in sorted(mine.keys() | theirs.keys())
+                  if name not in FREE_FLAGS and mine.get(name) != theirs.get(name)]
+        if differ:
+            raise UserError(f"{folder} holds a run with other flags ({'; '.join(differ)}): "
+                            "give the same flags to go on, or another --out")
+        if state["steps_per_epoch"] != steps_per_epoch:
+            raise UserError(f"{folder} holds a run with {state['steps_per_epoch']} steps an epoch, {args.data} gives "
+                            f"{steps_per_epoch}: was it another --data?")
+    if is_first():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "args.json").write_text(json.dumps(plain(vars(args)), indent=1) + "\n")
+        cut_log(folder / "log.jsonl", state["step"] if state else 0)
+    return state
+
+
+def resume(state: dict | None, model: nn.Module, optimizer, scaler, device: torch.device) -> tuple[Tensor, int]:
+    """Puts `state` back where there is one -> (count of skipped updates, kept on the device; the step to go on from)."""
+    if state is None:
+        return torch.zeros((), device=device), 0
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    scaler.load_state_dict(state["scaler"])
+    return torch.tensor(float(state["skipped"]), device=device), state["step"]
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def plain(args: dict) -> dict:
+    """Flags as numbers, strings and lists: what a checkpoint with weights_only=True may hold."""
+    return {name: list(value) if isinstance(value, (list, tuple)) else value for name, value in args.items()}
+
+
+def save(path: Path, **state):
+    """Writes a checkpoint whole or not at all: to a temporary file beside it, then renamed. The first process only."""
+    if not is_first():
+        return
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+# ---------------------------------------------------------------------------------------------------------------- log
+
+def cut_log(path: Path, step: int):
+    """Drops the lines after `step`: a run that goes on from there writes them again."""
+    if path.exists():
+        lines = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+        path.write_text("".join(lines))
+
+
+class Log:
+    """Adds up each step's metrics on the device; `write` is the one place where the host waits for them."""
+
+    def __init__(self, path: Path, step: int, world: int):
+        self.path, self.step, self.world, self.sums, self.counts = path, step, world, {}, {}
+        self.restart_clock()
+
+    def restart_clock(self):
+        self.since = time.perf_counter()
+
+    def add(self, metrics: dict[str, Tensor]):
+        """metrics: detached scalars or vectors by name; their means are written."""
+        for name, value in metrics.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value.clone()
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+    def write(self, step: int, batch_size: int, **extra) -> dict:
+        """Appends the means since the last line, over all processes, to log.jsonl, and returns them."""
+        means = torch.cat([(total / self.counts[name]).float().reshape(-1) for name, total in self.sums.items()])
+        if self.world > 1:
+            dist.all_reduce(means)
+            means /= self.world
+        split = means.cpu().split([total.numel() for total in self.sums.values()])
+        line = {"step": step, **extra} | {name: mean.tolist() if total.ndim else mean.item()
+                                          for (name, total), mean in zip(self.sums.items(), split)}
+        line["images_per_second"] = batch_size * (step - self.step) / (time.perf_counter() - self.since)
+        self.step, self.sums, self.counts = step, {}, {}
+        self.restart_clock()
+        if is_first():
+            with open(self.path, "a") as file:
+                file.write(json.dumps(rounded(line)) + "\n")
+        return line
+
+
+def rounded(value):
+    """Six digits are enough for a log; what is not finite becomes null, for JSON has no word for it."""
+    if isinstance(value, dict):
+        return {name: rounded(v) for name, v in value.items()}
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
