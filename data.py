@@ -200,10 +200,8 @@ def resize(image: Tensor, height: int, width: int) -> Tensor:
 
 def centre_view(image: Tensor, size: int) -> Tensor:
     """The evaluation view, uint8 [3, size, size]: shorter side to 256/224 of `size`, then the centre."""
-    height, width = image.shape[-2:]
-    short = round(size * 256 / 224)
-    factor = short / min(height, width)
-    return TF.center_crop(resize(image, max(short, round(height * factor)), max(short, round(width * factor))), [size, size])
+    image = TF.resize(image, round(size * 256 / 224), interpolation=InterpolationMode.BICUBIC, antialias=True)
+    return TF.center_crop(image, [size, size])
 
 
 def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
@@ -330,7 +328,7 @@ def collate(views: list) -> dict | UserError:
 def load(views: Dataset, order, workers: int, device: torch.device):
     """Yields `order`'s batches of `views` on `device`. Raises the UserError of an image that cannot be read."""
     loader = DataLoader(views, batch_sampler=order, num_workers=workers, collate_fn=collate,
-                        pin_memory=device.type == "cuda")
+                        pin_memory=device.type == "cuda", generator=torch.Generator())      # leaves torch's own in peace
     for batch in loader:
         if isinstance(batch, UserError):
             raise batch

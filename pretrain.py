@@ -21,7 +21,7 @@ from model import PRESETS, Explore, Routing, build_teacher, build_vit, shuffle_v
 
 # What --demo sets where no flag says otherwise: small enough for two cores and three minutes
 DEMO = dict(data="shapes", out="runs/demo", model="vit_nano", image_size=48, patch_size=8, teacher="runs/demo-teacher/last.pt",
-            batch_size=64, epochs=6, warmup_epochs=1, lr=2e-3, drop_path=0.0, entropy_weight=[0.5], amp="off", save_every=1)
+            batch_size=64, epochs=6, warmup_epochs=1, lr=2e-3, drop_path=0.0, entropy_weight=[0.1], amp="off", save_every=1)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -146,14 +146,14 @@ def main(args: argparse.Namespace):
     images = data.open_images(args.data, "train", args.image_size)
     micro_batch, micro_steps, epoch_steps = common.sizes(args, world, len(images))
     steps, warmup = common.schedule(args, epoch_steps)
-    folder = Path(args.out)
-    state = common.open_run(folder, args, epoch_steps)
 
     # models
     try:
         teacher = build_teacher(args.teacher, grid).to(device, process.amp)
     except ValueError as error:
         raise UserError(f"--teacher {args.teacher}: {error}") from error
+    folder = Path(args.out)
+    state = common.open_run(folder, args, epoch_steps)
     common.seed_everything(args.seed)
     encoder = build_vit(args.model, image_size=args.image_size, patch_size=args.patch_size, experts=args.experts,
                         moe_blocks=args.moe_blocks, drop_path=args.drop_path)
@@ -242,7 +242,7 @@ def show_demo(args: argparse.Namespace):
     last = Path(args.out, "last.pt")
     before, after = knn.main(knn.parse_args([str(Path(args.out, "epoch_0000.pt")), str(last), "--data", args.data,
                                              "--amp", args.amp]))
-    routing.main(routing.parse_args([str(last), "--data", args.data, "--out", args.out]))
+    routing.main(routing.parse_args([str(last), "--data", args.data, "--out", args.out, "--amp", args.amp]))
     if common.is_first():
         print(f"k-NN random init {before:.1f}% -> pretrained {after:.1f}%")
 

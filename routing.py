@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torchvision.io import write_png
+from torchvision.transforms.v2.functional import to_pil_image
 
 import common
 import data
@@ -39,11 +39,12 @@ def warm(weight: Tensor) -> Tensor:
 def heatmaps(images: Tensor, dispatch: Tensor, tile: int = 112) -> Tensor:
     """One row an image: the image, then each expert's dispatch weights over it, warm is high -> uint8 [3, H, W].
 
-    images [M, 3, S, S] in [0, 1], dispatch [M, N, E] of the patches. One colour range for the whole picture.
+    images [M, 3, S, S] in [0, 1], dispatch [M, N, E] of the patches. One colour range for the whole picture, from the
+    1st to the 99th percentile of the weights.
     """
     count, patches, experts = dispatch.shape
     grid = int(patches ** 0.5)
-    low, high = dispatch.min(), dispatch.max()
+    low, high = dispatch.flatten().quantile(torch.tensor([0.01, 0.99]))        # a few extreme patches would dull the rest
     maps = warm((dispatch - low) / (high - low).clamp_min(1e-12))                            # [3, M, N, E]
     maps = maps.permute(1, 3, 0, 2).reshape(count * experts, 3, grid, grid)
     maps = torch.nn.functional.interpolate(maps, size=(tile, tile), mode="nearest").view(count, experts, 3, tile, tile)
@@ -82,7 +83,7 @@ def main(args: argparse.Namespace) -> Path:
     out = Path(args.out or Path(args.checkpoint).parent)
     if common.is_first():
         out.mkdir(parents=True, exist_ok=True)
-        write_png(heatmaps(torch.cat(pixels), torch.cat(dispatch)), str(out / "heatmaps.png"))
+        to_pil_image(heatmaps(torch.cat(pixels), torch.cat(dispatch))).save(out / "heatmaps.png")
         print(out / "heatmaps.png")
     return out / "heatmaps.png"
 

@@ -1,0 +1,939 @@
+"""The tests, as statements about the method. CPU, no network: `python -m pytest -q test_explore.py`"""
+
+import ast
+import io
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+from torchvision.transforms.v2 import functional as TF
+
+os.environ["HF_HUB_OFFLINE"] = "1"        # a test that would download fails at once
+import common                             # noqa: E402
+import data                               # noqa: E402
+import finetune                           # noqa: E402
+import knn                                # noqa: E402
+import losses                             # noqa: E402
+import model                              # noqa: E402
+import pretrain                           # noqa: E402
+import routing                            # noqa: E402
+
+# torchvision deprecates its decoders in favour of another package
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities:DeprecationWarning")
+HERE = Path(__file__).parent
+TOY = ["--model", "vit_nano", "--image-size", "32", "--patch-size", "8", "--batch-size", "8", "--amp", "off", "--workers", "0"]
+
+
+def rand(*shape, **kwargs):
+    return torch.rand(*shape, dtype=torch.float64, **kwargs)
+
+
+def randn(*shape, **kwargs):
+    return torch.randn(*shape, dtype=torch.float64, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory):
+    """A folder in ImageNet's layout: 4 classes, 8 training and 4 validation JPEGs each, of different sizes."""
+    root = tmp_path_factory.mktemp("photos")
+    for split, count in (("train", 8), ("val", 4)):
+        for label in range(4):
+            (root / split / f"class_{label}").mkdir(parents=True)
+            for i in range(count):
+                picture = data.Shapes(split, 40 + 4 * i)[label + 10 * i][0].permute(1, 2, 0).numpy()
+                Image.fromarray(picture[:, :36 + 2 * i]).save(root / split / f"class_{label}" / f"{i}.jpg", quality=95)
+    return str(root)
+
+
+def write_checkpoint(path, **vit):
+    """A checkpoint of ours around a fresh encoder."""
+    encoder = model.build_vit("vit_nano", **(dict(image_size=32, patch_size=8) | vit))
+    common.save(Path(path), model={f"encoder.{k}": v for k, v in encoder.state_dict().items()}, encoder=encoder.config, args={})
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory):
+    torch.manual_seed(1)
+    return write_checkpoint(tmp_path_factory.mktemp("teacher") / "teacher.pt")
+
+
+@pytest.fixture
+def toy(photos, teacher, tmp_path):
+    """Flags of a run of seconds: 4 steps an epoch."""
+    return [*TOY, "--data", photos, "--teacher", teacher, "--epochs", "2", "--warmup-epochs", "1", "--out", str(tmp_path / "run")]
+
+
+def train(argv):
+    args = pretrain.parse_args(argv)
+    pretrain.main(args)
+    out = Path(args.out)
+    return model.load_checkpoint(out / "last.pt"), [json.loads(line) for line in open(out / "log.jsonl")]
+
+
+def torchrun(processes, script, *argv):
+    """A real torchrun on the CPU -> its standard output."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    done = subprocess.run([*command, str(HERE / script), *argv], cwd=HERE, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refusal(capsys, script, *argv):
+    """Runs a script's main on flags that it must refuse -> its one line of error."""
+    with pytest.raises(SystemExit) as stop:
+        common.run(script.main, script.parse_args(list(argv)))
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert "Traceback" not in error
+    return error.split("error: ", 1)[1]
+
+
+# ---------------------------------------------------------------------------------------------------------- equations
+
+def test_token_loss_is_equation_1():
+    pred, target = 2 * randn(3, 4, 8), 3 * randn(3, 4, 8) + 1
+    for b in range(3):
+        for i in range(4):
+            t = target[b, i]
+            t = (t - t.mean()) / (t.var(unbiased=False) + 1e-5).sqrt()
+            huber = [0.5 * d ** 2 if d < 1 else d - 0.5 for d in (pred[b, i] - t).abs().tolist()]
+            assert losses.token_loss(pred, target)[b, i].item() == pytest.approx(sum(huber) / 8, rel=1e-12)
+
+
+def test_cls_loss_is_equation_2():
+    pred, target = randn(5, 8), randn(5, 8)
+    cosines = [(p @ t / (p @ p).sqrt() / (t @ t).sqrt()).item() for p, t in zip(pred, target)]
+    assert losses.cls_loss(pred, target).item() == pytest.approx(1 - sum(cosines) / 5, rel=1e-12)
+
+
+def test_routed_mean_is_equation_5():
+    loss, weight = rand(3, 6), rand(3, 6)
+    images = [sum(w * x for w, x in zip(ws, xs)) / sum(ws) for ws, xs in zip(weight.tolist(), loss.tolist())]
+    assert losses.routed_mean(loss, weight).item() == pytest.approx(sum(images) / 3, rel=1e-12)
+    assert torch.allclose(losses.routed_mean(loss, torch.ones_like(loss)), loss.mean())
+
+
+def test_scaling_all_weights_of_an_image_changes_nothing():
+    loss, weight = rand(3, 6), rand(3, 6)
+    scaled = weight * torch.tensor([0.01, 1, 100.0])[:, None]
+    assert torch.allclose(losses.routed_mean(loss, weight), losses.routed_mean(loss, scaled))
+
+
+def test_the_router_is_taught_to_leave_hard_patches():
+    loss, weight = torch.tensor([[0.1, 0.5, 0.9]]), torch.full((1, 3), 1 / 3, requires_grad=True)
+    losses.routed_mean(loss, weight).backward()
+    assert weight.grad[0, 0] < 0 < weight.grad[0, 2] and abs(weight.grad[0, 1]) < 1e-6      # descent raises the easy one
+
+
+def test_dispatch_entropy_is_equation_6():
+    dispatch = randn(3, 7, 2).softmax(1)
+    for e in range(2):
+        entropies = [-sum(p * math.log(p) for p in dispatch[b, :, e].tolist()) for b in range(3)]
+        assert losses.dispatch_entropy(dispatch)[e].item() == pytest.approx(sum(entropies) / 3, rel=1e-12)
+
+
+def test_entropy_has_its_limits():
+    uniform, point = torch.full((1, 119, 2), 1 / 119), F.one_hot(torch.tensor([[3]]), 119).float().transpose(1, 2).requires_grad_()
+    assert losses.dispatch_entropy(uniform)[0].item() == pytest.approx(4.779, abs=5e-4)      # ln 119, the paper's tokens
+    assert losses.dispatch_entropy(point).item() == 0
+    losses.dispatch_entropy(point).sum().backward()
+    assert point.grad.isfinite().all()
+
+
+def test_variation_is_standard_deviation_over_mean():
+    dispatch = rand(3, 7, 2)
+    for e in range(2):
+        cv = [np.std(dispatch[b, :, e].numpy()) / np.mean(dispatch[b, :, e].numpy()) for b in range(3)]
+        assert losses.variation(dispatch)[e].item() == pytest.approx(sum(cv) / 3, rel=1e-12)
+
+
+# ----------------------------------------------------------------------------------------------------------- Soft-MoE
+
+def test_routing_is_equation_4():
+    moe, x = model.SoftMoE(8, 3, 16).double(), randn(2, 5, 8)
+    moe.scale.data.fill_(2.5)
+    dispatch, combine = moe(x)[1]
+    for b in range(2):
+        logits = [[2.5 * (x[b, t] @ moe.phi[:, e] / x[b, t].norm() / moe.phi[:, e].norm()).item() for e in range(3)]
+                  for t in range(5)]
+        for t in range(5):
+            for e in range(3):
+                assert dispatch[b, t, e].item() == pytest.approx(
+                    math.exp(logits[t][e]) / sum(math.exp(logits[n][e]) for n in range(5)), rel=1e-10)
+                assert combine[b, t, e].item() == pytest.approx(
+                    math.exp(logits[t][e]) / sum(math.exp(logits[t][k]) for k in range(3)), rel=1e-10)
+
+
+def test_soft_moe_is_separate_mlps_between_dispatch_and_combine():
+    moe, x = model.SoftMoE(8, 3, 16).double(), randn(2, 5, 8)
+    nn.init.normal_(moe.b1), nn.init.normal_(moe.b2)
+    y, (dispatch, combine) = moe(x)
+    expected = torch.zeros_like(x)
+    for e in range(3):
+        fc1, fc2 = nn.Linear(8, 16).double(), nn.Linear(16, 8).double()
+        fc1.weight.data, fc1.bias.data = moe.w1[e].T, moe.b1[e]
+        fc2.weight.data, fc2.bias.data = moe.w2[e].T, moe.b2[e]
+        for b in range(2):
+            slot = sum(dispatch[b, t, e] * x[b, t] for t in range(5))
+            for t in range(5):
+                expected[b, t] += combine[b, t, e] * fc2(F.gelu(fc1(slot)))
+    assert torch.allclose(y, expected, atol=1e-12)
+
+
+def test_routing_stays_in_float32_under_autocast():
+    moe, x = model.SoftMoE(64, 2, 128), torch.randn(2, 9, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, (dispatch, combine) = moe(x)
+    plain = moe.route(x)
+    assert y.dtype == torch.bfloat16 and torch.equal(dispatch, plain.dispatch) and torch.equal(combine, plain.combine)
+
+
+def test_experts_start_as_linear_layers_do():
+    moe = model.SoftMoE(64, 4, 256)
+    for weight, bound in ((moe.w1, 64 ** -0.5), (moe.w2, 256 ** -0.5), (moe.phi, 4 ** -0.5)):
+        assert 0.95 * bound < weight.abs().max() <= bound
+        assert weight.std().item() == pytest.approx(bound / 3 ** 0.5, rel=0.1)
+    assert moe.scale.item() == 1 and not moe.b1.any() and not moe.b2.any()
+
+
+def test_residual_projections_shrink_with_depth():
+    vit = model.build_vit("vit_tiny", image_size=32, experts=2)
+    for depth, block in enumerate(vit.blocks, start=1):
+        assert block.attn.proj.weight.std().item() == pytest.approx(0.02 / (2 * depth) ** 0.5, rel=0.05)
+        assert block.attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for index in (1, 11):
+        assert vit.blocks[index].mlp.w2.abs().max().item() == pytest.approx(768 ** -0.5 / (2 * (index + 1)) ** 0.5, rel=0.01)
+
+
+def test_expert_dropout_drops_whole_experts_of_an_image_and_keeps_the_expectation():
+    moe, x = model.SoftMoE(8, 2, 16, dropout=0.4).double(), randn(1, 3, 8).expand(4000, -1, -1)
+    nn.init.normal_(moe.b2)
+    whole = moe.eval()(x)[0][0]
+    dropped = moe.train()(x)[0]
+    # with two experts an image has one of four outputs: none, either, or both, each survivor scaled by 1 / 0.6
+    assert len(dropped.flatten(1).round(decimals=9).unique(dim=0)) == 4
+    assert (dropped == 0).all((1, 2)).double().mean().item() == pytest.approx(0.16, abs=0.03)
+    assert torch.allclose(dropped.mean(0), whole, atol=0.1)
+
+
+# ------------------------------------------------------------------------------------------- the coupling of loss and router
+
+def objective_flags(*argv):
+    args = pretrain.parse_args([*TOY, "--experts", "2", *argv])
+    pretrain.check(args)
+    return args
+
+
+def coupling(args, encoding="fixed"):
+    """The objective on random predictions: only the loss weights and the entropy reach the router -> (loss, metrics, router)."""
+    routers = {block: model.SoftMoE(8, 2, 16).double() for block in (1, 3)}
+    for router in routers.values():
+        router.scale.data.fill_(3)
+    x, pred, targets = randn(4, 10, 8), randn(4, 10, 8), randn(4, 17, 8)
+    ids_keep = torch.stack([torch.randperm(16)[:9] for _ in range(4)])
+    routings = {block: router.route(x) for block, router in routers.items()}
+    total, metrics = pretrain.objectives(args, pred, targets, routings, ids_keep)
+    return total, metrics, routers, (pred.float(), targets.float(), routings, ids_keep)
+
+
+def test_coupled_weights_teach_the_router():
+    total, _, routers, _ = coupling(objective_flags("--entropy-weight", "0"))
+    total.backward()
+    assert routers[3].phi.grad.norm() > 1e-4 and routers[3].scale.grad.abs() > 1e-6
+    assert routers[3].phi.grad[:, 1].norm() == 0                      # expert 1 weights no loss
+    assert routers[1].phi.grad is None                                # nor does any other block
+
+
+@pytest.mark.parametrize("flags", (["--detach"], ["--loss-weights", "uniform"]))
+def test_detached_and_uniform_weights_give_the_router_no_gradient(flags):
+    total, _, routers, _ = coupling(objective_flags("--entropy-weight", "0", *flags))
+    grads = torch.autograd.grad(total, [routers[3].phi, routers[3].scale], allow_unused=True)
+    assert all(g is None or not g.any() for g in grads)
+    total, _, routers, _ = coupling(objective_flags("--entropy-weight", "5", *flags))
+    total.backward()
+    assert routers[3].phi.grad.norm() > 1e-4                          # the entropy stays on
+
+
+def test_detaching_changes_the_gradient_and_not_the_loss():
+    values = []
+    for flags in ([], ["--detach"]):
+        torch.manual_seed(0)
+        values.append(coupling(objective_flags(*flags))[0].item())
+    assert values[0] == values[1]
+
+
+def test_objective_is_equation_8_with_expert_0_on_the_visible_patches():
+    args = objective_flags("--cls-weight", "0.3", "--entropy-weight", "0.5", "2")
+    total, metrics, _, (pred, targets, routings, ids_keep) = coupling(args)
+    dispatch, token = routings[3].dispatch, 0.0
+    for b in range(4):
+        weights = [dispatch[b, 1 + i, 0].item() for i in range(9)]    # [CLS] is token 0
+        values = [losses.token_loss(pred[b, 1 + i][None, None], targets[b, 1 + ids_keep[b, i]][None, None]).item()
+                  for i in range(9)]
+        token += sum(w * v for w, v in zip(weights, values)) / sum(weights) / 4
+    cls = losses.cls_loss(pred[:, 0], targets[:, 0]).item()
+    entropy = losses.dispatch_entropy(dispatch)
+    assert metrics["token"].item() == pytest.approx(token, rel=1e-5)
+    assert metrics["entropy_loss"].item() == pytest.approx(-(0.5 * entropy[0] + 2 * entropy[1]).item(), rel=1e-6)
+    assert total.item() == pytest.approx(token + 0.3 * cls - (0.5 * entropy[0] + 2 * entropy[1]).item(), rel=1e-5)
+    assert torch.allclose(metrics["cls_share"], dispatch[:, 0].mean(0))
+    assert metrics["loss_ratio"].item() == pytest.approx(token / metrics["token_unweighted"].item(), rel=1e-5)
+
+
+def test_token_objective_is_without_cls():
+    assert "cls" not in coupling(objective_flags("--objective", "token"))[1]
+
+
+def test_several_loss_blocks_are_averaged():
+    args = objective_flags("--loss-block", "1", "3")
+    _, metrics, _, (pred, targets, routings, ids_keep) = coupling(args)
+    weight = (routings[1].dispatch + routings[3].dispatch)[:, 1:, 0] / 2
+    per_patch = losses.token_loss(pred[:, 1:], model.take(targets[:, 1:], ids_keep))
+    assert metrics["token"].item() == pytest.approx(losses.routed_mean(per_patch, weight).item(), rel=1e-5)
+    entropy = (losses.dispatch_entropy(routings[1].dispatch) + losses.dispatch_entropy(routings[3].dispatch)) / 2
+    assert torch.allclose(metrics["entropy"], entropy)
+
+
+# ------------------------------------------------------------------------------------------------------------ encoder
+
+def test_block_masks_have_exact_counts_and_are_blocks():
+    rng, lone = np.random.default_rng(0), []
+    for grid, ratio in ((14, 0.4), (14, 0.75), (8, 0.4), (6, 0.5), (2, 0.4)):
+        for _ in range(50):
+            mask = data.block_mask(rng, grid, ratio)
+            assert mask.sum() == int(ratio * grid ** 2)
+            if (grid, ratio) == (14, 0.4):
+                lone.append(outside_blocks(mask.reshape(grid, grid), 16))
+    assert np.mean(lone) < 8 and max(lone) < 16       # nearly all 78 patches lie in whole blocks of at least 16
+    scattered = [outside_blocks(rng.permutation(196).reshape(14, 14) < 78, 16) for _ in range(20)]
+    assert min(scattered) > 70                        # as those of a random mask do not
+
+
+def outside_blocks(mask, smallest):
+    """Masked patches that no fully masked rectangle of `smallest` patches and aspect 0.25 to 4 covers."""
+    covered, n = np.zeros_like(mask), len(mask)
+    for h in range(1, n + 1):
+        for w in range(1, n + 1):
+            if h * w >= smallest and 0.25 <= h / w <= 4:
+                for top in range(n - h + 1):
+                    for left in range(n - w + 1):
+                        if mask[top:top + h, left:left + w].all():
+                            covered[top:top + h, left:left + w] = True
+    return (mask & ~covered).sum()
+
+
+def test_the_student_sees_118_patches_of_196():
+    mask = torch.stack([torch.from_numpy(data.block_mask(np.random.default_rng(i), 14, 0.4)) for i in range(4)])
+    ids_keep = model.shuffle_visible(mask, torch.rand(4, 196), 118)
+    assert ids_keep.shape == (4, 118) and mask.sum(1).tolist() == [78] * 4
+    for b in range(4):
+        assert sorted(ids_keep[b].tolist()) == (~mask[b]).nonzero()[:, 0].tolist()      # all of the visible ones, once
+        assert ids_keep[b].tolist() != sorted(ids_keep[b].tolist())                     # shuffled
+
+
+def test_sparse_tokens_are_the_visible_patches_in_the_order_of_ids_keep():
+    vit = model.ViT(32, 8, dim=16, depth=0, heads=2).double()
+    images, ids_keep = randn(3, 3, 32, 32), torch.stack([torch.randperm(16)[:7] for _ in range(3)])
+    tokens, _ = vit(images, ids_keep)
+    for b in range(3):
+        assert torch.allclose(tokens[b, 0], vit.norm(vit.cls_token[0, 0] + vit.pos_embed[0, 0]))
+        for place, i in enumerate(ids_keep[b].tolist()):
+            row, column = divmod(i, 4)
+            patch = images[b, :, 8 * row:8 * row + 8, 8 * column:8 * column + 8]
+            embedded = (vit.patch_embed.proj.weight * patch).sum((1, 2, 3)) + vit.patch_embed.proj.bias
+            assert torch.allclose(tokens[b, 1 + place], vit.norm(embedded + vit.pos_embed[0, 1 + i]))
+
+
+def test_encoding_does_not_depend_on_the_order_of_the_visible_patches():
+    vit, images = model.build_vit("vit_nano", image_size=32, patch_size=8, experts=2).double(), randn(2, 3, 32, 32)
+    ids = torch.stack([torch.randperm(16)[:9] for _ in range(2)])
+    shuffled, order = vit(images, ids), torch.randperm(9)
+    other = vit(images, ids[:, order])
+    assert torch.allclose(other[0][:, 0], shuffled[0][:, 0]) and torch.allclose(other[0][:, 1:], shuffled[0][:, 1 + order])
+
+
+def test_dense_encoding_replaces_masked_patches_before_the_position_embedding():
+    vit = model.ViT(32, 8, dim=16, depth=0, heads=2).double()
+    images, mask, mask_token = randn(2, 3, 32, 32), torch.rand(2, 16) < 0.5, randn(1, 1, 16)
+    tokens, whole = vit(images, mask=mask, mask_token=mask_token)[0], vit(images)[0]
+    assert torch.allclose(tokens[:, 1:][~mask], whole[:, 1:][~mask])
+    assert torch.allclose(tokens[:, 1:][mask], vit.norm(mask_token + vit.pos_embed[:, 1:]).expand(2, -1, -1)[mask])
+
+
+def test_drop_path_rises_with_depth_drops_per_image_and_keeps_the_expectation():
+    vit = model.build_vit("vit_nano", image_size=32, patch_size=8, drop_path=0.3)
+    assert [round(block.drop_path, 6) for block in vit.blocks] == [0, 0.1, 0.2, 0.3]
+    branch = vit.blocks[3].residual(torch.ones(4000, 2, 3))
+    assert set(branch.flatten(1).std(1).tolist()) == {0} and branch.mean().item() == pytest.approx(1, abs=0.05)
+    assert torch.equal(vit.blocks[3].eval().residual(torch.ones(5, 2, 3)), torch.ones(5, 2, 3))
+
+
+@pytest.mark.parametrize("experts, millions, gigamacs", ((0, 85.8, 17.45), (2, 114.2, 11.93), (16, 510.9, None),
+                                                         (32, 964.3, None), (64, 1871.2, 13.86)))
+def test_parameters_and_macs_are_those_of_the_paper(experts, millions, gigamacs):
+    with torch.device("meta"):
+        vit = model.build_vit("vit_base", experts=experts)
+    assert sum(p.numel() for p in vit.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
+    assert vit.moe_blocks == ([1, 3, 5, 7, 9, 11] if experts else [])
+    if gigamacs:
+        assert model.encoder_macs(vit) / 1e9 == pytest.approx(gigamacs, abs=0.005)
+
+
+def test_mac_count_agrees_with_pytorchs_counter():
+    from torch.utils.flop_counter import FlopCounterMode
+    with torch.device("meta"):
+        vit, x = model.build_vit("vit_base", experts=16), torch.empty(1, 119, 768)
+    with FlopCounterMode(display=False) as counter:
+        for block in vit.blocks:
+            x, _ = block(x)
+    assert counter.get_total_flops() == 2 * model.encoder_macs(vit, tokens=119)
+
+
+def test_encoder_is_timms_both_ways():
+    import timm
+    theirs = timm.create_model("vit_base_patch16_224", init_values=0.1, num_classes=0).eval()
+    ours, images = model.build_vit("vit_base").eval(), torch.randn(1, 3, 224, 224)
+    for _, p in theirs.named_parameters():
+        p.data.add_(0.02 * torch.randn_like(p))        # so that no bias is zero and no norm is one
+    ours.load_state_dict(theirs.state_dict())
+    with torch.no_grad():
+        assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
+        ours.blocks[3].attn.qkv.weight.mul_(1.1)
+        theirs.load_state_dict(ours.state_dict(), strict=True)
+        assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
+
+
+def test_model_and_losses_need_nothing_but_torch():
+    for name in ("model.py", "losses.py"):
+        for node in ast.parse((HERE / name).read_text()).body:
+            modules = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in getattr(node, "names", [])]
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                assert all(m.split(".")[0] in {"torch", *sys.stdlib_module_names} for m in modules)
+
+
+def test_position_embeddings_resize_to_another_grid():
+    ramp = torch.arange(4.0)[:, None].expand(4, 4).reshape(1, 16, 1)
+    embed = torch.cat([torch.full((1, 1, 1), 7.0), ramp], dim=1)
+    assert model.resize_pos_embed(embed, 4) is embed
+    larger = model.resize_pos_embed(embed, 8)
+    rows = larger[0, 1:].view(8, 8)
+    assert larger[0, 0] == 7 and torch.allclose(rows, rows[:, :1].expand(8, 8), atol=1e-5)
+    assert torch.allclose(rows[2:6, 0], torch.tensor([0.75, 1.25, 1.75, 2.25]), atol=0.05)       # inside, a ramp stays one
+
+
+# ----------------------------------------------------------------------------------------------------------- teachers
+
+@pytest.fixture(scope="session")
+def small_clips(tmp_path_factory):
+    """open_clip models of toy size by the names small-16, small-16-quickgelu and small-8."""
+    import open_clip
+    folder = tmp_path_factory.mktemp("clip")
+    text = dict(context_length=8, vocab_size=100, width=32, heads=2, layers=1)
+    for name, patch, quick in (("small-16", 16, False), ("small-16-quickgelu", 16, True), ("small-8", 8, False)):
+        config = dict(embed_dim=24, vision_cfg=dict(image_size=64, layers=3, width=64, patch_size=patch, head_width=32),
+                      text_cfg=text, quick_gelu=quick)
+        (folder / f"{name}.json").write_text(json.dumps(config))
+    open_clip.add_model_config(folder)
+    return folder
+
+
+def pooled(teacher, images):
+    """What CLIP itself makes of an image, computed from our tokens: ln_post and projection of [CLS]."""
+    return teacher.visual.ln_post(teacher(images)[:, 0]) @ teacher.visual.proj
+
+
+def test_clip_teacher_is_open_clips_own_forward(small_clips):
+    teacher = model.build_teacher("small-16/random", grid=4)
+    images = torch.rand(2, 3, 64, 64)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)))
+    assert teacher(images).shape == (2, 17, 64) and teacher.dim == 64
+    assert torch.allclose(pooled(teacher, images), teacher.visual((images - mean) / std), atol=1e-6)
+    assert not any(p.requires_grad for p in teacher.parameters()) and not teacher.training
+    assert torch.equal(teacher(images), model.build_teacher("small-16/random", grid=4)(images))      # the same every time
+
+
+def test_quick_gelu_comes_from_the_tag_or_from_the_models_name(small_clips, monkeypatch, tmp_path):
+    import open_clip
+    file, images = str(tmp_path / "weights.pt"), torch.rand(2, 3, 64, 64)
+    torch.save(open_clip.create_model("small-16-quickgelu").state_dict(), file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = open_clip.create_model("small-16-quickgelu", file).eval().visual
+    quick = model.build_teacher(f"small-16-quickgelu/{file}", grid=4)
+    normal = model.build_teacher(f"small-16/{file}", grid=4)
+    expected = expected((images - quick.mean) / quick.std)
+    assert torch.allclose(pooled(quick, images), expected, atol=1e-6)
+    assert not torch.allclose(pooled(normal, images), expected, atol=1e-4)
+    # a tag whose record says quick_gelu, on a model whose configuration does not
+    monkeypatch.setattr(open_clip, "list_pretrained_tags_by_model", lambda name: ["tag"])
+    for module in (open_clip, open_clip.factory):
+        monkeypatch.setattr(module, "get_pretrained_cfg", lambda name, tag: dict(url="", quick_gelu=True))
+    monkeypatch.setattr(open_clip.factory, "download_pretrained", lambda *a, **k: file)
+    assert torch.allclose(pooled(model.build_teacher("small-16/tag", grid=4), images), expected, atol=1e-6)
+
+
+def test_openais_weights_are_known_to_need_quick_gelu():
+    import open_clip
+    assert open_clip.get_pretrained_cfg("ViT-B-16", "openai")["quick_gelu"] is True
+
+
+@pytest.mark.parametrize("name, size", (("small-16", 96), ("small-8", 48)))
+def test_a_teacher_of_another_patch_size_has_the_students_grid(small_clips, name, size):
+    teacher, images = model.build_teacher(f"{name}/random", grid=6), torch.rand(2, 3, 48, 48)
+    assert teacher.image_size == size and teacher(images).shape == (2, 37, 64)
+    resized = F.interpolate(images, (size, size), mode="bicubic", antialias=True).clamp(0, 1)
+    assert torch.allclose(teacher(images), teacher(resized), atol=1e-5)
+
+
+def test_a_checkpoint_of_ours_is_a_teacher_on_any_grid(tmp_path):
+    path = write_checkpoint(tmp_path / "e2.pt", experts=2)
+    teacher, encoder, images = model.build_teacher(path, grid=4), model.load_encoder(path).eval(), torch.rand(2, 3, 32, 32)
+    assert torch.equal(teacher(images), encoder(data.normalize(images))[0])
+    assert model.build_teacher(path, grid=6)(images).shape == (2, 37, 96)
+
+
+# --------------------------------------------------------------------------------------------------------------- data
+
+def test_an_image_that_torchvision_cannot_decode_is_decoded_by_pillow(tmp_path, monkeypatch):
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)).resize((60, 40))
+    def refuse(*args, **kwargs):
+        raise RuntimeError("unsupported")
+    for torchvision_can in (True, False):
+        for name, mode, kind in (("cmyk.jpg", "CMYK", "JPEG"), ("png.JPEG", "RGB", "PNG"), ("grey.jpg", "L", "JPEG"),
+                                 ("palette.png", "P", "PNG"), ("alpha.png", "RGBA", "PNG"), ("rgb.jpg", "RGB", "JPEG")):
+            picture.convert(mode).save(tmp_path / name, kind)
+            image = data.read_image(str(tmp_path / name))
+            expected = TF.pil_to_tensor(Image.open(tmp_path / name).convert("RGB")).float()
+            assert image.dtype == torch.uint8 and image.shape == (3, 40, 60)
+            assert (image.float() - expected).abs().mean() < 4, name
+        monkeypatch.setattr(data, "decode_image", refuse)
+
+
+def test_images_stand_upright_and_16_bits_become_8(tmp_path):
+    wide = np.zeros((20, 40, 3), dtype=np.uint8)
+    wide[:, :20] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 6                                  # the camera was turned: show it rotated by 90 degrees
+    Image.fromarray(wide).save(tmp_path / "turned.jpg", exif=exif)
+    image = data.read_image(str(tmp_path / "turned.jpg"))
+    assert image.shape == (3, 40, 20) and image[:, 5].min() > 200 and image[:, 35].max() < 50
+    Image.fromarray((np.arange(400, dtype=np.uint16) * 160).reshape(20, 20)).save(tmp_path / "deep.png")
+    deep = data.read_image(str(tmp_path / "deep.png"))
+    assert deep.dtype == torch.uint8 and abs(int(deep[0, 10, 0]) - 200 * 160 // 257) <= 1
+
+
+def test_classes_are_those_of_train(photos, tmp_path):
+    for split, names in (("train", ("ant", "bee", "cat")), ("val", ("bee", "cat"))):
+        for name in names:
+            (tmp_path / split / name).mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(tmp_path / split / name / "x.png")
+    val = data.Folder(str(tmp_path), "val")
+    assert val.classes == ["ant", "bee", "cat"] and [val[i][1] for i in range(2)] == [1, 2]
+
+
+def batches(photos, workers=0, world=1, rank=0, first=0, last=9):
+    images = data.Folder(photos, "train")
+    order = data.TrainOrder(len(images), 12, 6, 42, first, last, rank, world)
+    return list(data.load(data.TrainViews(images, 32, 42, 4, 0.4), order, workers, torch.device("cpu")))
+
+
+def test_workers_and_processes_change_nothing_about_an_image(photos):
+    alone, helped = batches(photos), batches(photos, workers=2)
+    assert len(alone) == len(helped) == 18                       # 9 steps of 2 micro-batches
+    for a, b in zip(alone, helped):
+        assert a.keys() == b.keys() == {"image", "label", "flip", "jitter", "mask", "noise"}
+        assert all(torch.equal(a[key], b[key]) for key in a) and a["image"].dtype == torch.uint8
+    pairs = [batches(photos, world=2, rank=rank) for rank in range(2)]
+    for step in range(9):                                        # each step, two processes share the images that one has
+        one = torch.cat([b["noise"] for b in alone[2 * step:2 * step + 2]])
+        two = torch.cat([pairs[0][step]["noise"], pairs[1][step]["noise"]])
+        assert sorted(one.tolist()) == sorted(two.tolist())
+
+
+def test_epochs_visit_every_image_once_in_new_views_and_resuming_goes_on_in_the_middle(photos):
+    order = list(data.TrainOrder(32, 8, 8, 42, 0, 8))
+    keys = [key for batch in order for key in batch]
+    assert sorted(keys) == sorted((epoch, index) for epoch in range(2) for index in range(32))
+    assert [index for _, index in keys[:32]] != [index for _, index in keys[32:]]
+    assert list(data.TrainOrder(32, 8, 8, 42, 3, 8)) == order[3:]
+    views = data.TrainViews(data.Folder(photos, "train"), 32, 42, 4, 0.4)
+    assert torch.equal(views[0, 5]["image"], views[0, 5]["image"]) and not torch.equal(views[0, 5]["image"], views[1, 5]["image"])
+
+
+def test_crops_are_drawn_as_random_resized_crop_draws_them():
+    rng, shares, aspects = np.random.default_rng(0), [], []
+    for _ in range(2000):
+        top, left, h, w = data.random_crop(rng, 300, 400)
+        assert 0 <= top <= 300 - h and 0 <= left <= 400 - w
+        shares.append(h * w / 120000), aspects.append(w / h)
+    assert 0.19 < min(shares) < 0.22 and 0.95 < max(shares) <= 1 and 0.74 < min(aspects) < 0.77 and 1.3 < max(aspects) < 1.35
+    for height, width in ((1, 1), (20000, 10), (1, 500)):
+        top, left, h, w = data.random_crop(rng, height, width)
+        assert 0 < h <= height and 0 < w <= width and top + h <= height and left + w <= width
+
+
+def test_colour_jitter_is_torchvisions_image_by_image():
+    images, factors = torch.rand(5, 3, 8, 8), 0.6 + 0.8 * torch.rand(5, 3)
+    for image, (brightness, contrast, saturation), ours in zip(images, factors.tolist(), data.colour_jitter(images, factors)):
+        theirs = TF.adjust_saturation(TF.adjust_contrast(TF.adjust_brightness(image, brightness), contrast), saturation)
+        assert torch.allclose(ours, theirs, atol=1e-5)
+    assert torch.allclose(data.colour_jitter(images, torch.ones(5, 3)), images, atol=1e-6)
+
+
+def test_flips_are_per_image():
+    image = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
+    out = data.augment(dict(image=image, flip=torch.tensor([True, False]), jitter=torch.ones(2, 3)))
+    assert torch.allclose(out[0], image[0].flip(-1) / 255, atol=1e-6) and torch.allclose(out[1], image[1] / 255, atol=1e-6)
+
+
+def test_evaluation_views_are_resize_256_and_centre_crop_224():
+    image = torch.randint(0, 256, (3, 300, 500), dtype=torch.uint8)
+    resized = TF.resize(image, 256, interpolation=TF.InterpolationMode.BICUBIC, antialias=True)
+    assert torch.equal(data.centre_view(image, 224), TF.center_crop(resized, 224))
+    assert data.centre_view(image[:, :1], 32).shape == (3, 32, 32)
+
+
+def test_shapes_are_the_same_every_time_and_their_masks_are_the_object():
+    train, val = data.Shapes("train", 48), data.Shapes("val", 48)
+    image, label = train[7]
+    assert torch.equal(image, data.Shapes("train", 48)[7][0]) and not torch.equal(image, val[7][0])
+    assert train.classes[label] == "spotted blue" and len(set(train.classes)) == 10
+    for index in range(40):
+        picture, mask = train[index][0].float(), train.mask(index)
+        spread = picture.amax(0) - picture.amin(0)              # the object is colourful, its background is dull
+        assert 0.02 < mask.float().mean() < 0.6 and spread[mask].mean() > spread[~mask].mean()
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+def test_the_schedule_warms_up_to_the_peak_and_ends_at_the_floor():
+    rates = [common.learning_rate(step, 100, 10, 1.5e-3, 1e-6) for step in range(100)]
+    assert rates[0] == pytest.approx(1.5e-4) and rates[9] == 1.5e-3 and rates[99] == pytest.approx(1e-6)
+    assert rates[54] == pytest.approx((1.5e-3 + 1e-6) / 2) and all(a >= b for a, b in zip(rates[9:], rates[10:]))
+    assert common.learning_rate(0, 10, 0, 1.0, 0.0) < 1 and common.learning_rate(9, 10, 0, 1.0, 0.0) == 0
+
+
+def test_weight_decay_spares_biases_norms_scales_positions_and_tokens():
+    student = model.Explore(model.build_vit("vit_nano", image_size=32, experts=2), 8)
+    student.mask_token = nn.Parameter(torch.zeros(1, 1, 8))
+    decayed = {name for name, p in student.named_parameters() if common.decays(name, p)}
+    kinds = {re.sub(r"blocks\.\d+", "blocks.i", name) for name in decayed}
+    assert kinds == {"head.weight", "encoder.patch_embed.proj.weight", *(f"encoder.blocks.i.{name}" for name in (
+        "attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight", "mlp.phi", "mlp.w1", "mlp.w2"))}
+    groups = common.adamw(student, 1e-3, 0.05, (0.9, 0.95)).param_groups
+    assert [g["weight_decay"] for g in groups] == [0.05, 0] and sum(len(g["params"]) for g in groups) == len(list(student.parameters()))
+
+
+def test_an_update_with_a_gradient_that_is_not_finite_is_skipped_and_counted():
+    layer = nn.Linear(4, 4)
+    optimizer, scaler = common.adamw(layer, 0.1, 0.05, (0.9, 0.95)), torch.amp.GradScaler("cpu", enabled=False)
+    before, counts = layer.weight.detach().clone(), []
+    for value in (math.inf, math.nan, 1.0):
+        layer(torch.ones(2, 4)).sum().backward()
+        layer.weight.grad[0, 0] = value
+        counts.append(common.update(optimizer, scaler, 3.0)[1].item())
+        assert torch.equal(layer.weight, before) == (value != 1.0) and layer.weight.isfinite().all()
+    assert counts == [1, 1, 0]
+
+
+def test_gradients_are_clipped_to_the_norm_and_zero_means_unclipped():
+    layer = nn.Linear(4, 4, bias=False)
+    for clip, expected in ((3.0, 3.0), (0.0, 400.0)):
+        optimizer = common.adamw(layer, 0.0, 0.0, (0.0, 0.95))
+        layer.weight.grad = torch.full((4, 4), 100.0)
+        norm, _ = common.update(optimizer, torch.amp.GradScaler("cpu", enabled=False), clip)
+        assert norm.item() == 400 and optimizer.state[layer.weight]["exp_avg"].norm().item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_training_lowers_the_loss_and_logs_the_diagnostics(toy):
+    toy[toy.index("--epochs") + 1] = "20"
+    state, log = train([*toy, "--lr", "2e-3"])
+    assert log[-1]["token"] < 0.7 * log[0]["token"] and log[-1]["cls"] < log[0]["cls"]
+    assert log[-1]["step"] == state["step"] == 80 and [line["step"] for line in log] == [20, 40, 60, 80]
+    for key in ("loss", "token", "token_unweighted", "cls", "entropy_loss", "loss_ratio", "lr", "images_per_second",
+                "skipped", "grad_norm", "epoch"):
+        assert isinstance(log[-1][key], float), key
+    for key in ("entropy", "dispatch_cv", "cls_share", "scale"):
+        assert len(log[-1][key]) == 2, key                      # two experts; two MoE blocks
+    assert log[-1]["loss"] == pytest.approx(log[-1]["token"] + 0.4 * log[-1]["cls"] + log[-1]["entropy_loss"], rel=1e-3)
+    assert log[-1]["entropy"][0] <= math.log(11) + 1e-5         # 10 visible patches and [CLS]
+
+
+@pytest.mark.parametrize("flags", (["--experts", "0"], ["--objective", "token"], ["--detach"], ["--loss-weights", "uniform"],
+                                   ["--experts", "4", "--entropy-weight", "1", "2", "3", "4", "--loss-block", "1", "3"],
+                                   ["--compile"], ["--amp", "bf16"]))
+def test_variants_train(toy, flags):
+    state, log = train([*toy, *flags, "--max-steps", "2"])
+    assert state["step"] == 2 and math.isfinite(log[-1]["loss"])
+
+
+def equal_states(a, b):
+    for part in ("model", "optimizer"):
+        for x, y in zip(flatten(a[part]), flatten(b[part]), strict=True):
+            assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+
+
+def flatten(value):
+    if isinstance(value, dict):
+        return [leaf for key in sorted(value, key=str) for leaf in flatten(value[key])]
+    return [leaf for item in value for leaf in flatten(item)] if isinstance(value, (list, tuple)) else [value]
+
+
+def test_an_interrupted_run_is_the_run_that_was_never_stopped(toy, tmp_path):
+    toy += ["--drop-path", "0.2", "--micro-batch", "4"]         # drop path and accumulation too
+    whole, log = train([*toy, "--out", str(tmp_path / "whole")])
+    for stop in ("1", "3", "6"):
+        parts = train([*toy, "--out", str(tmp_path / "parts"), "--max-steps", stop])[0]
+        assert parts["step"] == int(stop)
+    parts, parts_log = train([*toy, "--out", str(tmp_path / "parts"), "--workers", "1"])
+    equal_states(whole, parts)
+    assert parts_log[-1]["step"] == log[-1]["step"] == 8 and len({line["step"] for line in parts_log}) == len(parts_log)
+    before = (tmp_path / "parts" / "last.pt").read_bytes()
+    train([*toy, "--out", str(tmp_path / "parts")])             # a finished run stays as it is
+    assert (tmp_path / "parts" / "last.pt").read_bytes() == before
+
+
+def test_supervised_training_resumes_to_the_bit_too(photos, tmp_path):
+    flags = [*TOY, "--data", photos, "--epochs", "2", "--warmup-epochs", "1"]
+    finetune.main(finetune.parse_args([*flags, "--out", str(tmp_path / "whole")]))
+    finetune.main(finetune.parse_args([*flags, "--out", str(tmp_path / "parts"), "--max-steps", "3"]))
+    finetune.main(finetune.parse_args([*flags, "--out", str(tmp_path / "parts")]))
+    equal_states(*(model.load_checkpoint(tmp_path / name / "last.pt") for name in ("whole", "parts")))
+
+
+def test_one_process_and_two_follow_the_same_curve(toy, tmp_path):
+    toy += ["--drop-path", "0"]
+    one, one_log = train([*toy, "--out", str(tmp_path / "one")])
+    torchrun(2, "pretrain.py", *toy, "--out", str(tmp_path / "two"), "--micro-batch", "2")
+    two = model.load_checkpoint(tmp_path / "two" / "last.pt")
+    two_log = [json.loads(line) for line in open(tmp_path / "two" / "log.jsonl")]
+    for key in ("loss", "token", "cls", "grad_norm"):
+        assert two_log[-1][key] == pytest.approx(one_log[-1][key], rel=1e-4), key
+    for name, value in one["model"].items():
+        assert torch.allclose(value, two["model"][name], atol=1e-4), name
+
+
+def test_accumulation_changes_nothing(toy, tmp_path):
+    states = [train([*toy, "--drop-path", "0", "--micro-batch", n, "--out", str(tmp_path / n)])[0] for n in ("8", "2")]
+    for name, value in states[0]["model"].items():
+        assert torch.allclose(value, states[1]["model"][name], atol=1e-4), name
+
+
+def test_a_checkpoint_is_plain_and_rebuilds_its_model(toy, tmp_path):
+    state, _ = train([*toy, "--max-steps", "4", "--save-every", "1"])
+    out = tmp_path / "run"
+    assert sorted(p.name for p in out.iterdir()) == ["args.json", "epoch_0000.pt", "epoch_0001.pt", "last.pt", "log.jsonl"]
+    kept = torch.load(out / "epoch_0001.pt", weights_only=True)
+    assert set(kept) == {"model", "encoder", "args", "step"} and kept["args"]["experts"] == 2
+    encoder = model.load_encoder(out / "epoch_0001.pt")
+    assert encoder.moe_blocks == [1, 3] and torch.equal(encoder.blocks[1].mlp.phi, state["model"]["encoder.blocks.1.mlp.phi"])
+    assert json.loads((out / "args.json").read_text())["teacher"] == toy[toy.index("--teacher") + 1]
+
+
+def test_a_save_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "last.pt"
+    common.save(path, step=1)
+    def full_disk(state, file):
+        file.write(b"half a checkp")
+        raise OSError("no space left on device")
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError):
+        common.save(path, step=2)
+    assert torch.load(path, weights_only=True) == {"step": 1}
+
+
+def test_the_run_folder_is_named_after_the_flags_that_matter():
+    name = lambda *argv: pretrain.parse_args(list(argv)).out
+    assert name() == name("--workers", "3", "--micro-batch", "8", "--max-steps", "4") == "runs/pretrain"
+    assert name("--experts", "4") == name("--experts", "4", "--save-every", "1") == "runs/pretrain_experts=4"
+    assert len({name("--lr", "1e-3"), name("--lr", "1e-4"), name("--detach"), name("--entropy-weight", "5", "24"), name()}) == 5
+
+
+def test_without_cuda_fp16_becomes_bf16_in_one_line(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is CUDA")
+    args = pretrain.parse_args([])
+    assert common.start(args).amp == torch.bfloat16 and args.compile is False
+    assert capsys.readouterr().out == "no CUDA device: --amp fp16 becomes bf16\n"
+
+
+# --------------------------------------------------------------------------------------------------------------- k-NN
+
+def test_knn_is_the_weighted_vote_of_the_nearest():
+    bank, queries = (F.normalize(torch.randn(n, 8), dim=1) for n in (60, 30))
+    labels = torch.randint(0, 4, (60,))
+    expected = []
+    for query in queries:
+        near = sorted(range(60), key=lambda i: -(query @ bank[i]).item())[:7]
+        votes = [sum(math.exp((query @ bank[i]).item() / 0.07) for i in near if labels[i] == c) for c in range(4)]
+        expected.append(votes.index(max(votes)))
+    for chunks in ((4096, 65536), (7, 5), (30, 13)):            # in pieces as in one
+        assert knn.classify(queries, bank, labels, 4, 7, 0.07, *chunks).tolist() == expected
+
+
+def test_knn_finds_its_own_images_and_prints_the_best(photos, teacher, tmp_path, capsys):
+    other = write_checkpoint(tmp_path / "other.pt", experts=2)
+    flags = ["--data", photos, "-k", "1", "--amp", "off", "--workers", "0", "--batch-size", "5"]
+    results = knn.main(knn.parse_args([teacher, other, *flags]))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(results) == 2 and lines[-1] == f"best: {max(results):.2f}%  {[teacher, other][results.index(max(results))]}"
+    copied = tmp_path / "copied"
+    (copied / "val").parent.mkdir()
+    for split in ("train", "val"):
+        (copied / split).symlink_to(Path(photos, "train"))
+    assert knn.main(knn.parse_args([teacher, *flags, "--data", str(copied)])) == [100.0]
+
+
+def test_knn_of_two_processes_is_that_of_one(photos, teacher, tmp_path, capsys):
+    flags = [teacher, write_checkpoint(tmp_path / "other.pt"), "--data", photos, "-k", "5", "--amp", "off", "--workers", "0",
+             "--batch-size", "5"]                               # 32 and 16 images: the last batches are unequal
+    knn.main(knn.parse_args(flags))
+    assert torchrun(2, "knn.py", *flags) == capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------------------------------------- heatmaps
+
+def test_an_expert_that_prefers_the_left_half_is_warm_there():
+    left = torch.zeros(2, 4, 4)
+    left[:, :, :2] = 1
+    dispatch = torch.stack([left, 1 - left], dim=-1).reshape(2, 16, 2)
+    picture = routing.heatmaps(torch.full((2, 3, 32, 32), 0.5), dispatch, tile=40).float()
+    assert picture.shape == (3, 2 * 44, 3 * 44)                 # two rows; image, expert 0, expert 1; lines of 2 pixels
+    red_over_blue = picture[0] - picture[2]
+    warm, cool = red_over_blue[22, 44 + 10], red_over_blue[22, 44 + 34]
+    assert warm > 50 and cool < -50
+    assert red_over_blue[22, 88 + 10] == cool and red_over_blue[22, 88 + 34] == warm
+    assert red_over_blue[22, 22] == 0                           # the grey image itself
+
+
+def test_the_demo_works_at_toy_size(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data.Shapes, "__len__", lambda self: {0: 128, 1: 64}[self.stream])
+    pretrain.main(pretrain.parse_args(["--demo", "--epochs", "2", "--workers", "0", "--experts", "3"]))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"k-NN random init \d+\.\d% -> pretrained \d+\.\d%", last)
+    assert Image.open("runs/demo/heatmaps.png").size == (4 * 116, 8 * 116)      # image and three experts, eight rows
+    teacher = model.load_checkpoint("runs/demo-teacher/last.pt")
+    assert teacher["step"] == 12 and teacher["encoder"]["experts"] == 0
+    pretrain.main(pretrain.parse_args(["--demo", "--epochs", "2", "--workers", "0", "--experts", "3"]))
+    assert capsys.readouterr().out.splitlines()[-1] == last                     # started again: nothing is trained twice
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+def test_bad_flags_are_refused_by_name(capsys, photos, teacher, tmp_path):
+    base = [*TOY, "--data", photos, "--teacher", teacher, "--out", str(tmp_path / "run")]
+    for flags, expected in (
+            (["--image-size", "33"], "--image-size 33 is not a multiple of --patch-size 8"),
+            (["--batch-size", "64"], "--batch-size 64: there are only 32 training images"),
+            (["--micro-batch", "3"], "--micro-batch 3 does not divide the 8 images"),
+            (["--experts", "0", "--detach"], "--detach needs experts, but --experts is 0"),
+            (["--experts", "0", "--loss-block", "3"], "--loss-block needs experts, but --experts is 0"),
+            (["--loss-block", "2"], "--loss-block 2 has no experts: the MoE blocks are 1 3"),
+            (["--moe-blocks", "4"], "--moe-blocks 4: vit_nano has blocks 0 to 3"),
+            (["--entropy-weight", "1", "2", "3"], "--entropy-weight has 3 values: give one, or one for each of the 2 experts"),
+            (["--detach", "--loss-weights", "uniform"], "--detach has nothing to detach"),
+            (["--mask-ratio", "0.01"], "--mask-ratio 0.01 masks 0 of 16 patches"),
+            (["--warmup-epochs", "300"], "--warmup-epochs 300 leaves nothing of --epochs 300"),
+            (["--teacher", "ViT-B-16"], "--teacher ViT-B-16: neither a checkpoint file nor an open_clip MODEL/PRETRAINED"),
+            (["--teacher", "ViT-Z-99/openai"], "--teacher ViT-Z-99/openai: open_clip has no model 'ViT-Z-99'"),
+            (["--teacher", "ViT-B-16/nothing"], "'nothing' is no file and no weights of ViT-B-16; it has openai"),
+            (["--teacher", "RN50/openai"], "RN50 is no vision transformer"),
+            (["--teacher", __file__], f"--teacher {__file__}: {__file__} is no checkpoint of ours"),
+            (["--data", str(tmp_path / "nowhere")], f"there is no folder {tmp_path / 'nowhere' / 'train'}")):
+        assert expected in refusal(capsys, pretrain, *base, *flags), flags
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_that_cannot_be_downloaded_here_is_named(capsys, photos, tmp_path, monkeypatch):
+    import open_clip
+    def offline(*args, **kwargs):
+        raise OSError("no network")
+    monkeypatch.setattr(open_clip.factory, "download_pretrained", offline)
+    error = refusal(capsys, pretrain, *TOY, "--data", photos, "--out", str(tmp_path / "run"))
+    assert error.startswith("--teacher ViT-B-16/openai: the weights of ViT-B-16 could not be downloaded here")
+
+
+@pytest.mark.parametrize("argv", (["--mask-ratio", "1"], ["--mask-ratio", "nan"], ["--experts", "-1"], ["--lr", "inf"],
+                                  ["--epochs", "0"], ["--objective", "pixels"], ["--model", "vit_huge"], ["--drop-path", "1"]))
+def test_values_without_a_meaning_are_refused_by_the_parser(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        pretrain.parse_args(argv)
+    assert stop.value.code == 2 and argv[0] in capsys.readouterr().err
+
+
+def test_data_folders_that_are_empty_or_do_not_fit_are_named(capsys, tmp_path, teacher):
+    flags = [*TOY, "--data", str(tmp_path), "--teacher", teacher, "--out", str(tmp_path / "run")]
+    (tmp_path / "train" / "ant").mkdir(parents=True)
+    (tmp_path / "val" / "wasp").mkdir(parents=True)
+    assert f"no image in {tmp_path / 'train'}" in refusal(capsys, pretrain, *flags)
+    Image.new("RGB", (8, 8)).save(tmp_path / "train" / "ant" / "x.png")
+    assert "class 'wasp' of val/ is not among those of train/" in refusal(
+        capsys, finetune, *TOY, "--data", str(tmp_path), "--out", str(tmp_path / "run"))
+
+
+def test_an_image_that_cannot_be_read_is_named_by_its_path(capsys, tmp_path, teacher):
+    (tmp_path / "train" / "ant").mkdir(parents=True)
+    for i in range(8):
+        Image.new("RGB", (40, 40)).save(tmp_path / "train" / "ant" / f"{i}.jpg")
+    for content in (b"", b"no image at all", (tmp_path / "train" / "ant" / "0.jpg").read_bytes()[:150]):
+        (tmp_path / "train" / "ant" / "3.jpg").write_bytes(content)
+        for workers in ("0", "1"):
+            error = refusal(capsys, pretrain, *TOY, "--data", str(tmp_path), "--teacher", teacher, "--out",
+                            str(tmp_path / "run"), "--workers", workers, "--epochs", "1", "--warmup-epochs", "0")
+            assert f"cannot read the image {tmp_path / 'train' / 'ant' / '3.jpg'}" in error
+
+
+def test_a_run_goes_on_with_its_own_flags_alone(capsys, toy):
+    train([*toy, "--max-steps", "1"])
+    error = refusal(capsys, pretrain, *toy, "--experts", "4", "--mask-ratio", "0.5")
+    assert "--experts was 2, is 4; --mask-ratio was 0.4, is 0.5" in error and "another --out" in error
+
+
+def test_foreign_and_missing_checkpoints_are_named(capsys, tmp_path, photos, teacher):
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "foreign.pt")
+    torch.save({"model": random.Random}, tmp_path / "pickle.pt")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    for name in ("foreign.pt", "pickle.pt", "empty.pt"):
+        assert f"{tmp_path / name} is no checkpoint of ours" in refusal(capsys, knn, str(tmp_path / name), "--data", photos)
+    assert "there is no checkpoint" in refusal(capsys, knn, str(tmp_path / "none.pt"), "--data", photos)
+    assert "-k 33: there are only 32 training images" in refusal(capsys, knn, teacher, "--data", photos, "-k", "33")
+    assert "has no experts" in refusal(capsys, routing, teacher, "--data", photos)
+
+
+def test_batches_must_divide_among_processes():
+    args = pretrain.parse_args(["--batch-size", "10"])
+    with pytest.raises(common.UserError, match="--batch-size 10 is not a multiple of the 4 processes"):
+        common.sizes(args, 4, 100)
+    args = pretrain.parse_args(["--batch-size", "4096"])
+    assert common.sizes(args, 4, 1281167) == (256, 4, 312) and common.sizes(args, 1, 1281167) == (256, 16, 312)
+
+
+@pytest.mark.parametrize("script", (pretrain, finetune, knn, routing))
+def test_every_script_has_help(script, capsys):
+    with pytest.raises(SystemExit) as stop:
+        script.parse_args(["--help"])
+    assert stop.value.code == 0 and "--data" in capsys.readouterr().out
+
+
+def test_the_readme_test_command_is_what_ci_runs():
+    command = "python -m pytest -q test_explore.py"
+    assert command in (HERE / "README.md").read_text() and command in (HERE / ".ci" / "run").read_text()
