@@ -7,8 +7,10 @@ import math
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -654,6 +656,18 @@ def test_an_update_with_a_gradient_that_is_not_finite_is_skipped_and_counted():
     assert counts == [1, 1, 0]
 
 
+def test_the_fp16_scaler_skips_by_itself_and_lowers_its_scale():
+    layer = nn.Linear(4, 4)
+    optimizer, scaler = common.adamw(layer, 0.1, 0.05, (0.9, 0.95)), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = layer.weight.detach().clone()
+    for value, skips, scale in ((math.inf, 1, 512), (1.0, 0, 512)):
+        scaler.scale(layer(torch.ones(2, 4)).sum()).backward()
+        layer.weight.grad[0, 0] = value
+        norm, skipped = common.update(optimizer, scaler, 3.0)
+        assert skipped.item() == skips and scaler.get_scale() == scale and torch.equal(layer.weight, before) == bool(skips)
+    assert norm.item() < 20                                     # the norm of the unscaled gradients
+
+
 def test_gradients_are_clipped_to_the_norm_and_zero_means_unclipped():
     layer = nn.Linear(4, 4, bias=False)
     for clip, expected in ((3.0, 3.0), (0.0, 400.0)):
@@ -917,6 +931,49 @@ def test_foreign_and_missing_checkpoints_are_named(capsys, tmp_path, photos, tea
     assert "there is no checkpoint" in refusal(capsys, knn, str(tmp_path / "none.pt"), "--data", photos)
     assert "-k 33: there are only 32 training images" in refusal(capsys, knn, teacher, "--data", photos, "-k", "33")
     assert "has no experts" in refusal(capsys, routing, teacher, "--data", photos)
+
+
+def test_torchvisions_sets_are_downloaded_or_refused_in_words(capsys, tmp_path, monkeypatch):
+    import torchvision.datasets
+    class Local:                                                # stands for a downloaded set: PIL images and labels
+        classes = ["ant", "bee"]
+        def __init__(self, root, train=None, split=None, download=False):
+            assert root == "data" and download
+            self.train = train if split is None else split == "train"
+        def __len__(self):
+            return 3 if self.train else 2
+        def __getitem__(self, index):
+            return Image.new("L", (20, 10), 50 * index), index % 2
+    def offline(*args, **kwargs):
+        raise OSError("no route to host")
+    for name, kind in (("cifar10", "CIFAR10"), ("food101", "Food101")):
+        monkeypatch.setattr(torchvision.datasets, kind, Local)
+        images, val = (data.open_images(name, split, 32) for split in ("train", "val"))
+        image, label = images[1]
+        assert (len(images), len(val), label) == (3, 2, 1) and image.shape == (3, 10, 20) and image.unique().tolist() == [50]
+        monkeypatch.setattr(torchvision.datasets, kind, offline)
+        error = refusal(capsys, pretrain, *TOY, "--data", name, "--out", str(tmp_path / "run"))
+        assert error.startswith(f"--data {name}: torchvision could not download it here (no route to host)")
+
+
+def test_ctrl_c_stops_without_a_traceback_and_the_same_command_goes_on(toy, tmp_path):
+    toy[toy.index("--epochs") + 1] = "3000"
+    command = [sys.executable, str(HERE / "pretrain.py"), *toy, "--save-every", "1", "--workers", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        for _ in range(600):
+            if (tmp_path / "run" / "epoch_0002.pt").exists():
+                break
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)                   # as a terminal does: to the loader's processes too
+        error = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "Traceback" not in error
+    assert error.endswith("pretrain.py: stopped. The same command goes on from the last checkpoint.\n")
+    stopped = model.load_checkpoint(tmp_path / "run" / "last.pt")["step"]
+    state, log = train([*toy, "--max-steps", str(stopped + 1)])
+    assert state["step"] == stopped + 1 and [line["step"] for line in log] == sorted({line["step"] for line in log})
 
 
 def test_batches_must_divide_among_processes():
