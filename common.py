@@ -324,10 +324,10 @@ def save(path: Path, **state):
 # ---------------------------------------------------------------------------------------------------------------- log
 
 def cut_log(path: Path, step: int):
-    """Drops the lines after `step`: a run that goes on from there writes them again."""
+    """Drops the lines after `step`, which a run that goes on from there writes again, and a half-written last line."""
     if path.exists():
-        lines = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
-        path.write_text("".join(lines))
+        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
 
 
 class Log:
@@ -358,10 +358,13 @@ class Log:
         line["images_per_second"] = batch_size * (step - self.step) / (time.perf_counter() - self.since)
         self.step, self.sums, self.counts = step, {}, {}
         self.restart_clock()
+        self.append(line)
+        return line
+
+    def append(self, line: dict):
         if is_first():
             with open(self.path, "a") as file:
                 file.write(json.dumps(rounded(line)) + "\n")
-        return line
 
 
 def rounded(value):

@@ -130,8 +130,9 @@ def main(args: argparse.Namespace) -> float:
         saves = done % (args.save_every * epoch_steps) == 0 or done == last
         if saves or done % 20 == 0:
             log.add({"skipped": skipped})
-            extra = {"val_top1": (top1 := evaluate())} if saves else {}
-            line = log.write(done, args.batch_size, epoch=done / epoch_steps, lr=lr, **extra)
+            line = log.write(done, args.batch_size, epoch=done / epoch_steps, lr=lr)
+            if saves:
+                log.append({"step": done, "val_top1": (top1 := evaluate())})
             bar.set_postfix(loss=f"{line['loss']:.3f}", **({"top-1": f"{top1:.1f}%"} if top1 is not None else {}))
         if saves:
             common.save(folder / "last.pt", model=classifier.state_dict(), optimizer=optimizer.state_dict(),

@@ -5,7 +5,6 @@ import io
 import json
 import math
 import os
-import random
 import re
 import signal
 import subprocess
@@ -922,12 +921,21 @@ def test_a_run_goes_on_with_its_own_flags_alone(capsys, toy):
     assert "--experts was 2, is 4; --mask-ratio was 0.4, is 0.5" in error and "another --out" in error
 
 
+class Trap:
+    """Its pickle writes a file when it is loaded."""
+    def __init__(self, path):
+        self.path = path
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
 def test_foreign_and_missing_checkpoints_are_named(capsys, tmp_path, photos, teacher):
     torch.save({"weight": torch.zeros(3)}, tmp_path / "foreign.pt")
-    torch.save({"model": random.Random}, tmp_path / "pickle.pt")
+    torch.save({"model": Trap(str(tmp_path / "sprung")), "encoder": {}, "args": {}}, tmp_path / "pickle.pt")
     (tmp_path / "empty.pt").write_bytes(b"")
     for name in ("foreign.pt", "pickle.pt", "empty.pt"):
         assert f"{tmp_path / name} is no checkpoint of ours" in refusal(capsys, knn, str(tmp_path / name), "--data", photos)
+    assert not (tmp_path / "sprung").exists()                   # no code of a stranger's file has run
     assert "there is no checkpoint" in refusal(capsys, knn, str(tmp_path / "none.pt"), "--data", photos)
     assert "-k 33: there are only 32 training images" in refusal(capsys, knn, teacher, "--data", photos, "-k", "33")
     assert "has no experts" in refusal(capsys, routing, teacher, "--data", photos)
@@ -959,7 +967,8 @@ def test_torchvisions_sets_are_downloaded_or_refused_in_words(capsys, tmp_path, 
 def test_ctrl_c_stops_without_a_traceback_and_the_same_command_goes_on(toy, tmp_path):
     toy[toy.index("--epochs") + 1] = "3000"
     command = [sys.executable, str(HERE / "pretrain.py"), *toy, "--save-every", "1", "--workers", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))   # a background job ignores it
     try:
         for _ in range(600):
             if (tmp_path / "run" / "epoch_0002.pt").exists():
