@@ -1,6 +1,6 @@
 """What the router learned: heatmaps of the dispatch weights, on unmasked images in eval mode.
 
-    python routing.py runs/NAME/last.pt --data FOLDER --images 8        # writes heatmaps.png beside the checkpoint
+    python routing.py runs/NAME/last.pt --data FOLDER --images 6        # writes heatmaps.png beside the checkpoint
 """
 
 import argparse
@@ -23,7 +23,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint with experts")
     common.add_common_flags(parser, batch_size=64)
-    parser.add_argument("--images", type=common.positive_int, default=8, metavar="N",
+    parser.add_argument("--images", type=common.positive_int, default=6, metavar="N",
                         help="validation images to draw (default: %(default)s)")
     parser.add_argument("--block", type=common.natural, metavar="B", help="MoE block to show (default: the last)")
     return parser.parse_args(argv)
