@@ -68,7 +68,8 @@ class SoftMoE(nn.Module):
         with no_autocast(x.device.type):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
             logits = self.scale * (F.normalize(x, dim=-1) @ F.normalize(self.phi, dim=0))
-            return Routing(dispatch=logits.softmax(dim=1), combine=logits.softmax(dim=2))
+            dispatch, combine = logits.softmax(dim=1), logits.softmax(dim=2)
+            return Routing(dispatch, combine)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         """x [B, T, D] -> (y [B, T, D], Routing)."""
@@ -172,20 +173,7 @@ class ViT(nn.Module):
             Block(dim, heads, experts if i in moe_blocks else 0, drop_path * i / max(depth - 1, 1), expert_dropout)
             for i in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
-        self.init_weights()
-
-    def init_weights(self):
-        """Truncated normal 0.02 (experts have their own init); residual projections shrink with depth, as in BEiT."""
-        nn.init.trunc_normal_(self.cls_token, std=0.02)
-        nn.init.trunc_normal_(self.pos_embed, std=0.02)
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Conv2d)):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                nn.init.zeros_(module.bias)
-        with torch.no_grad():
-            for depth, block in enumerate(self.blocks, start=1):
-                block.attn.proj.weight.div_(math.sqrt(2 * depth))
-                (block.mlp.w2 if isinstance(block.mlp, SoftMoE) else block.mlp.fc2.weight).div_(math.sqrt(2 * depth))
+        init_weights(self)
 
     def forward(self, images: Tensor, ids_keep: Tensor | None = None, mask: Tensor | None = None,
                 mask_token: Tensor | None = None) -> tuple[Tensor, dict[int, Routing]]:
@@ -194,6 +182,12 @@ class ViT(nn.Module):
         Sparse encoding: ids_keep [B, V] names the patches to process; the tokens follow in that order.
         Dense encoding: mask [B, N] marks the patches that mask_token [1, 1, D] replaces.
         """
+        x, routing = self.features(images, ids_keep, mask, mask_token)
+        return self.norm(x), routing
+
+    def features(self, images: Tensor, ids_keep: Tensor | None = None, mask: Tensor | None = None,
+                 mask_token: Tensor | None = None) -> tuple[Tensor, dict[int, Routing]]:
+        """As `forward`, without the final norm."""
         x = self.patch_embed(images)
         if mask is not None:
             x = torch.where(mask[..., None], mask_token.to(x.dtype), x)
@@ -206,7 +200,22 @@ class ViT(nn.Module):
             x, routed = block(x)
             if routed is not None:
                 routing[i] = routed
-        return self.norm(x), routing
+        return x, routing
+
+
+@torch.no_grad()
+def init_weights(module: nn.Module):
+    """Truncated normal 0.02 (experts have their own init); residual projections shrink with depth, as in BEiT."""
+    for name, parameter in module.named_parameters():
+        if name.split(".")[-1] in ("cls_token", "pos_embed", "mask_token"):
+            nn.init.trunc_normal_(parameter, std=0.02)
+    for layer in module.modules():
+        if isinstance(layer, (nn.Linear, nn.Conv2d)):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+    for depth, block in enumerate(getattr(module, "blocks", []), start=1):
+        block.attn.proj.weight.div_(math.sqrt(2 * depth))
+        (block.mlp.w2 if isinstance(block.mlp, SoftMoE) else block.mlp.fc2.weight).div_(math.sqrt(2 * depth))
 
 
 def take(x: Tensor, ids: Tensor) -> Tensor:
@@ -214,13 +223,15 @@ def take(x: Tensor, ids: Tensor) -> Tensor:
     return x.gather(1, ids[..., None].expand(-1, -1, x.shape[-1]))
 
 
-def shuffle_visible(mask: Tensor, noise: Tensor, visible: int) -> Tensor:
-    """Sparse encoding's permutation and its cut in one: mask [B, N], noise [B, N] in [0, 1) -> ids_keep [B, V].
+def shuffle_visible(mask: Tensor, noise: Tensor, visible: int) -> tuple[Tensor, Tensor]:
+    """Sparse encoding's permutation and its cut in one: mask [B, N], noise [B, N] in [0, 1) -> (ids_keep [B, V],
+    ids_restore [B, N]), the patches to keep and where the decoder finds patch i in the sequence "kept, then masked".
 
     mask + noise is below 1 for visible patches and above for masked ones, so sorting it puts the visible first, in
     random order. Every image must have exactly `visible` patches that are not masked.
     """
-    return torch.argsort(mask + noise, dim=1)[:, :visible]
+    order = torch.argsort(mask + noise, dim=1)      # the paper's pi
+    return order[:, :visible], torch.argsort(order, dim=1)
 
 
 def build_vit(name: str, **overrides) -> ViT:
@@ -248,20 +259,73 @@ def encoder_macs(vit: ViT, tokens: int = 197) -> int:
 
 # ------------------------------------------------------------------------------------------------------------ student
 
-class Explore(nn.Module):
-    """The student: a ViT and one linear head, on every token, from its width to the teacher's."""
+class PixelDecoder(nn.Module):
+    """Reconstructs the pixels of all patches from the encoder's patch tokens (App. E): 8 blocks, width 512, 16 heads.
 
-    def __init__(self, encoder: ViT, teacher_dim: int):
+    It is trained with the student and left behind afterwards.
+    """
+
+    def __init__(self, encoder: ViT, dim: int = 512, depth: int = 8, heads: int = 16):
+        super().__init__()
+        self.embed = nn.Linear(encoder.dim, dim)
+        self.mask_token = nn.Parameter(torch.empty(1, 1, dim))
+        self.pos_embed = nn.Parameter(torch.empty(1, encoder.grid ** 2, dim))
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.pixels = nn.Linear(dim, 3 * encoder.patch_size ** 2)
+        init_weights(self)
+
+    def forward(self, patches: Tensor, ids_restore: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """-> pixels of all patches in spatial order [B, N, 3 * patch_size ** 2].
+
+        Sparse: patches [B, V, D] of the visible patches and ids_restore [B, N] from `shuffle_visible`.
+        Dense: patches [B, N, D] of all, and mask [B, N].
+        """
+        x = self.embed(patches)
+        mask_token = self.mask_token.to(x.dtype)
+        if mask is None:      # kept tokens, then mask tokens, then each to its place
+            missing = ids_restore.shape[1] - x.shape[1]
+            x = take(torch.cat([x, mask_token.expand(len(x), missing, -1)], dim=1), ids_restore)
+        else:
+            x = torch.where(mask[..., None], mask_token, x)
+        x = x + self.pos_embed
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.pixels(self.norm(x))
+
+
+class Prediction(NamedTuple):
+    tokens: Tensor                  # of the teacher's tokens [B, T, Dt], [CLS] first
+    pixels: Tensor | None           # of all patches [B, N, 3 * patch_size ** 2], where there is a decoder
+    routing: dict[int, Routing]     # of each MoE block
+
+
+class Explore(nn.Module):
+    """The student: a ViT, one linear head on every token from its width to the teacher's, and a decoder for pixels.
+
+    `dense` encoding has a mask token, which is no part of the encoder that later stages load.
+    """
+
+    def __init__(self, encoder: ViT, teacher_dim: int, dense: bool = False, pixels: bool = False):
         super().__init__()
         self.encoder = encoder
         self.head = nn.Linear(encoder.dim, teacher_dim)
-        nn.init.trunc_normal_(self.head.weight, std=0.02)
-        nn.init.zeros_(self.head.bias)
+        self.mask_token = nn.Parameter(torch.empty(1, 1, encoder.dim)) if dense else None
+        init_weights(self.head)
+        if dense:
+            nn.init.trunc_normal_(self.mask_token, std=0.02)
+        self.decoder = PixelDecoder(encoder) if pixels else None
 
-    def forward(self, images: Tensor, ids_keep: Tensor) -> tuple[Tensor, dict[int, Routing]]:
-        """images [B, 3, S, S], ids_keep [B, V] -> (predictions of the teacher's tokens [B, 1 + V, Dt], Routings)."""
-        tokens, routing = self.encoder(images, ids_keep)
-        return self.head(tokens), routing
+    def forward(self, images: Tensor, mask: Tensor, ids_keep: Tensor | None = None,
+                ids_restore: Tensor | None = None) -> Prediction:
+        """images [B, 3, S, S], mask [B, N]. Sparse encoding also takes the two parts of `shuffle_visible`."""
+        if self.mask_token is None:
+            tokens, routing = self.encoder(images, ids_keep)
+            pixels = self.decoder and self.decoder(tokens[:, 1:], ids_restore)
+        else:
+            tokens, routing = self.encoder(images, mask=mask, mask_token=self.mask_token)
+            pixels = self.decoder and self.decoder(tokens[:, 1:], mask=mask)
+        return Prediction(self.head(tokens), pixels, routing)
 
 
 # ----------------------------------------------------------------------------------------------------------- teachers
