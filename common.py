@@ -54,12 +54,13 @@ def run(main, args: argparse.Namespace):
             dist.destroy_process_group()
 
 
-def add_common_flags(parser: argparse.ArgumentParser, batch_size: int):
+def add_common_flags(parser: argparse.ArgumentParser, batch_size: int, seed: bool = True,
+                     out: str = "default: runs/NAME, made of the flags that matter"):
     group = parser.add_argument_group("input, output, machine")
     group.add_argument("--data", default=os.environ.get("IMAGENET", "data/imagenet"), metavar="FOLDER",
                        help="folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or cifar10, food101 (downloaded to data/), "
                             "or shapes (drawn on the fly); default: $IMAGENET, else data/imagenet")
-    group.add_argument("--out", help="folder for the results (default: runs/NAME, made of the flags that matter)")
+    group.add_argument("--out", help=f"folder for the results ({out})")
     group.add_argument("--batch-size", type=positive_int, default=batch_size, help="images per step, over all processes "
                        "(default: %(default)s)")
     group.add_argument("--workers", type=natural, default=None, metavar="N",
@@ -68,7 +69,8 @@ def add_common_flags(parser: argparse.ArgumentParser, batch_size: int):
                        help="precision of matrix products (default: %(default)s; without CUDA fp16 becomes bf16)")
     group.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None,
                        help="torch.compile: slower to start, faster steps (default: on CUDA)")
-    group.add_argument("--seed", type=natural, default=42, help="default: %(default)s")
+    if seed:
+        group.add_argument("--seed", type=natural, default=42, help="default: %(default)s")
 
 
 def add_trainer_flags(parser: argparse.ArgumentParser, *, epochs: int, warmup_epochs: float, lr: float, min_lr: float,
@@ -182,6 +184,13 @@ def first_process_first():
 def seed_everything(*key: int):
     """Seeds torch with a function of `key`: (seed,) for the weights, (seed, step, rank) for a step's drop path."""
     torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
+
+
+def mean_over_processes(values: Tensor, world: int) -> Tensor:
+    if world > 1:
+        dist.all_reduce(values)
+        values /= world
+    return values
 
 
 def sizes(args: argparse.Namespace, world: int, images: int) -> tuple[int, int, int]:
@@ -349,10 +358,7 @@ class Log:
     def write(self, step: int, batch_size: int, **extra) -> dict:
         """Appends the means since the last line, over all processes, to log.jsonl, and returns them."""
         means = torch.cat([(total / self.counts[name]).float().reshape(-1) for name, total in self.sums.items()])
-        if self.world > 1:
-            dist.all_reduce(means)
-            means /= self.world
-        split = means.cpu().split([total.numel() for total in self.sums.values()])
+        split = mean_over_processes(means, self.world).cpu().split([total.numel() for total in self.sums.values()])
         line = {"step": step, **extra} | {name: mean.tolist() if total.ndim else mean.item()
                                           for (name, total), mean in zip(self.sums.items(), split)}
         line["images_per_second"] = batch_size * (step - self.step) / (time.perf_counter() - self.since)

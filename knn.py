@@ -1,10 +1,12 @@
 """k-NN accuracy of frozen encoders on val/, with train/ as the bank: no training, no parameters.
 
     python knn.py runs/NAME/epoch_0300.pt
-    torchrun --nproc_per_node 4 knn.py runs/NAME/epoch_*.pt        # a table, and the best of them
+    torchrun --nproc_per_node 4 knn.py runs/NAME/epoch_*.pt        # a table, the best of them, and knn.json
 """
 
 import argparse
+import json
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from model import ViT, load_encoder
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="checkpoints of any of our stages")
-    common.add_common_flags(parser, batch_size=256)
+    common.add_common_flags(parser, batch_size=256, seed=False, out="default: that of the first checkpoint")
     parser.add_argument("-k", type=common.positive_int, default=20, help="neighbours that vote (default: %(default)s)")
     parser.add_argument("--temperature", type=common.positive, default=0.07, metavar="T",
                         help="a neighbour's vote weighs exp(cosine / T) (default: %(default)s)")
@@ -106,6 +108,10 @@ def main(args: argparse.Namespace) -> list[float]:
     if common.is_first() and len(results) > 1:
         best = max(range(len(results)), key=results.__getitem__)
         print(f"best: {results[best]:.2f}%  {args.checkpoints[best]}")
+    if common.is_first():
+        out = Path(args.out or Path(args.checkpoints[0]).parent)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "knn.json").write_text(json.dumps(dict(zip(args.checkpoints, results)), indent=1) + "\n")
     return results
 
 

@@ -1,11 +1,13 @@
-"""What the router learned: heatmaps of the dispatch weights, on unmasked images in eval mode.
+"""What the router learned: heatmaps and numbers of the dispatch weights, on unmasked images in eval mode.
 
-    python routing.py runs/NAME/last.pt --data FOLDER --images 6        # writes heatmaps.png beside the checkpoint
+    python routing.py runs/NAME/last.pt --data FOLDER        # writes heatmaps.png and routing.json beside the checkpoint
 """
 
 import argparse
+import json
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
@@ -13,6 +15,7 @@ from torchvision.transforms.v2.functional import to_pil_image
 import common
 import data
 from common import UserError
+from losses import dispatch_entropy, variation
 from model import load_encoder
 
 # cool to warm: colours at equal distances
@@ -22,9 +25,9 @@ COLOURS = torch.tensor([[0.23, 0.30, 0.75], [0.55, 0.69, 1.00], [0.87, 0.87, 0.8
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint with experts")
-    common.add_common_flags(parser, batch_size=64)
-    parser.add_argument("--images", type=common.positive_int, default=6, metavar="N",
-                        help="validation images to draw (default: %(default)s)")
+    common.add_common_flags(parser, batch_size=64, out="default: that of the checkpoint")
+    parser.add_argument("--images", type=common.positive_int, default=512, metavar="N",
+                        help="validation images to measure, drawn by --seed; the first six become pictures (default: %(default)s)")
     parser.add_argument("--block", type=common.natural, metavar="B", help="MoE block to show (default: the last)")
     return parser.parse_args(argv)
 
@@ -55,9 +58,23 @@ def heatmaps(images: Tensor, dispatch: Tensor, tile: int = 112) -> Tensor:
     return (rows.permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2) * 255).round().to(torch.uint8)
 
 
+def patch_foreground(images, chosen: list[int], size: int, patch_size: int) -> Tensor:
+    """Which patches of the evaluation view lie at least half on the object -> bool [M, N]."""
+    masks = torch.stack([data.centre_view(images.mask(i)[None].to(torch.uint8) * 255, size) for i in chosen])
+    return torch.nn.functional.avg_pool2d(masks.float() / 255, patch_size).flatten(1) >= 0.5
+
+
+def area_under_curve(score: Tensor, positive: Tensor) -> float:
+    """Area under the ROC curve: the chance that a positive's score is above a negative's, ties count half. [M], bool [M]."""
+    _, group, counts = score.double().unique(return_inverse=True, return_counts=True)
+    rank = (counts.cumsum(0) - (counts - 1) / 2)[group]              # from 1, the mean rank within ties
+    n, m = positive.sum().item(), (~positive).sum().item()
+    return ((rank[positive].sum().item() - n * (n + 1) / 2) / (n * m)) if n and m else float("nan")
+
+
 @torch.no_grad()
-def main(args: argparse.Namespace) -> Path:
-    """-> the path of the picture."""
+def main(args: argparse.Namespace) -> dict:
+    """-> the numbers of routing.json."""
     process = common.start(args)
     try:
         encoder = load_encoder(args.checkpoint).to(process.device).eval()
@@ -68,24 +85,40 @@ def main(args: argparse.Namespace) -> Path:
     block = encoder.moe_blocks[-1] if args.block is None else args.block
     if block not in encoder.moe_blocks:
         raise UserError(f"--block {block} has no experts: the MoE blocks are {' '.join(map(str, encoder.moe_blocks))}")
+    if args.compile:
+        encoder.compile()
 
     size = encoder.config["image_size"]
-    views = data.CentreViews(data.open_images(args.data, "val", size), size)
-    chosen = torch.linspace(0, len(views) - 1, min(args.images, len(views))).long().unique().tolist()
+    images = data.open_images(args.data, "val", size)
+    chosen = np.random.default_rng(args.seed).permutation(len(images))[:args.images].tolist()
     order = [chosen[at:at + args.batch_size] for at in range(0, len(chosen), args.batch_size)]
     pixels, dispatch = [], []
-    for batch in data.load(views, order, args.workers, process.device):
-        images = batch["image"] / 255
+    for batch in data.load(data.CentreViews(images, size), order, args.workers, process.device):
         with process.autocast():
-            _, routing = encoder(data.normalize(images))
-        pixels.append(images.cpu())
-        dispatch.append(routing[block].dispatch[:, 1:].float().cpu())       # [CLS] has no place in the picture
+            _, routing = encoder(data.normalize(batch["image"] / 255))
+        pixels.append(batch["image"].cpu())
+        dispatch.append(routing[block].dispatch.float().cpu())
+    pixels, dispatch = torch.cat(pixels), torch.cat(dispatch)                   # [M, 3, S, S], [M, T, E]
+    patches = dispatch[:, 1:]                                                   # [CLS] has no place in a picture
+
+    numbers = {"checkpoint": str(args.checkpoint), "block": block, "images": len(chosen),
+               "entropy": dispatch_entropy(dispatch).tolist(), "dispatch_cv": variation(patches).tolist(),
+               "cls_share": dispatch[:, 0].mean(0).tolist(), "scale": encoder.blocks[block].mlp.scale.item()}
+    if isinstance(images, data.Shapes):
+        foreground = patch_foreground(images, chosen, size, encoder.patch_size).flatten()
+        numbers["foreground_auc"] = [area_under_curve(weight, foreground) for weight in patches.flatten(0, 1).unbind(1)]
+
     out = Path(args.out or Path(args.checkpoint).parent)
     if common.is_first():
         out.mkdir(parents=True, exist_ok=True)
-        to_pil_image(heatmaps(torch.cat(pixels), torch.cat(dispatch))).save(out / "heatmaps.png")
-        print(out / "heatmaps.png")
-    return out / "heatmaps.png"
+        to_pil_image(heatmaps(pixels[:6] / 255, patches[:6])).save(out / "heatmaps.png")
+        (out / "routing.json").write_text(json.dumps(common.rounded(numbers), indent=1) + "\n")
+        print(f"block {block}, {len(chosen)} images, scale {numbers['scale']:.3f}; {out / 'heatmaps.png'}, {out / 'routing.json'}")
+        columns = [name for name in ("entropy", "dispatch_cv", "cls_share", "foreground_auc") if name in numbers]
+        print("expert  " + "  ".join(f"{name:>14}" for name in columns))
+        for expert in range(dispatch.shape[2]):
+            print(f"{expert:6}  " + "  ".join(f"{numbers[name][expert]:14.4f}" for name in columns))
+    return numbers
 
 
 if __name__ == "__main__":
