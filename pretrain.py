@@ -16,8 +16,9 @@ from tqdm import tqdm
 import common
 import data
 from common import UserError
-from losses import cls_loss, dispatch_entropy, routed_mean, token_loss, variation
-from model import PRESETS, Explore, Routing, build_teacher, build_vit, shuffle_visible, take
+from losses import (GradNorm, cls_loss, dispatch_entropy, gradients_at, importance_loss, pixel_loss, random_loss_weights,
+                    routed_mean, token_loss, variation)
+from model import PRESETS, Explore, Prediction, build_teacher, build_vit, shuffle_visible, take
 
 # What --demo sets where no flag says otherwise: small enough for two cores and three minutes
 DEMO = dict(data="shapes", out="runs/demo", model="vit_nano", image_size=48, patch_size=8, teacher="runs/demo-teacher/last.pt",
@@ -39,24 +40,40 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--moe-blocks", type=common.natural, nargs="+", metavar="B",
                        help="0-based blocks whose MLP is a Soft-MoE (default: 1 3 5 ...)")
     group = parser.add_argument_group("objective")
-    group.add_argument("--objective", choices=("token", "token_cls"), default="token_cls",
-                       help="distil patch tokens, or patch tokens and [CLS] (default: %(default)s)")
+    group.add_argument("--objective", choices=("token", "token_cls", "token_pixel", "token_cls_pixel"), default="token_cls",
+                       help="distil patch tokens, align [CLS], reconstruct pixels (default: %(default)s)")
+    group.add_argument("--encoding", choices=("sparse", "dense"), default="sparse",
+                       help="sparse: the student sees the visible patches alone, as in MAE; dense: all, with mask tokens for "
+                            "the masked ones, as in BEiT (default: %(default)s)")
     group.add_argument("--mask-ratio", type=common.open_fraction, default=0.4, metavar="R",
                        help="share of patches that the student does not see (default: %(default)s)")
     group.add_argument("--teacher", default="ViT-B-16/openai",
                        help="a checkpoint of ours, or an open_clip MODEL/PRETRAINED where PRETRAINED is a tag, a file or "
                             "random (default: %(default)s)")
     group.add_argument("--cls-weight", type=common.non_negative, default=0.4, metavar="W", help="default: %(default)s")
+    group.add_argument("--pixel-weight", type=common.non_negative, default=1.0, metavar="W", help="default: %(default)s")
     group = parser.add_argument_group("loss routing")
-    group.add_argument("--loss-weights", choices=("dispatch", "uniform"), default="dispatch",
-                       help="what weights the token loss over patches: expert 0's dispatch weights, or nothing "
-                            "(default: %(default)s)")
+    group.add_argument("--loss-weights", choices=("dispatch", "combine", "uniform"), default="dispatch",
+                       help="what weights the losses over patches: expert 0's dispatch weights the token loss (with --encoding "
+                            "dense also expert 1's the pixel loss), their combine weights, or nothing (default: %(default)s)")
     group.add_argument("--loss-block", type=common.natural, nargs="+", metavar="B",
                        help="MoE block that gives the weights; several are averaged (default: the last MoE block)")
     group.add_argument("--detach", action="store_true",
                        help="weight the loss, but pass no gradient of it to the router: the paper's main ablation")
     group.add_argument("--entropy-weight", type=common.finite, nargs="+", default=[5.0], metavar="L",
-                       help="lambda of the dispatch entropy, one for all experts or one for each (default: 5.0)")
+                       help="lambda of the entropy, one for all experts or one for each (default: 5.0)")
+    group.add_argument("--entropy-on", choices=("dispatch", "combine"), default="dispatch",
+                       help="weights whose entropy is regularized (default: %(default)s)")
+    group.add_argument("--entropy-experts", type=common.natural, nargs="+", metavar="E",
+                       help="experts whose entropy is regularized (default: all)")
+    group.add_argument("--importance-weight", type=common.non_negative, default=0.0, metavar="W",
+                       help="weight of the importance loss on combine weights (default: %(default)s)")
+    group = parser.add_argument_group("global balancing of the objectives, the baselines")
+    group.add_argument("--balance", choices=("static", "gradnorm", "rlw"), default="static",
+                       help="static: 1, --cls-weight, --pixel-weight; gradnorm: learned; rlw: drawn at random in every step "
+                            "(default: %(default)s)")
+    group.add_argument("--gradnorm-alpha", type=common.non_negative, default=0.12, metavar="A", help="default: %(default)s")
+    group.add_argument("--gradnorm-lr", type=common.non_negative, default=0.025, metavar="LR", help="default: %(default)s")
     parser.add_argument("--demo", action="store_true",
                         help="small defaults and the whole way: a teacher, pretraining, k-NN, heatmaps; no download")
     if parser.parse_known_args(argv)[0].demo:
@@ -64,6 +81,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.out = str(common.run_folder("pretrain", args, parser))
     return args
+
+
+def objective_weights(args: argparse.Namespace) -> dict[str, float]:
+    """The objectives of --objective with their fixed weights: token 1, cls and pixel by flag."""
+    fixed = {"token": 1.0, "cls": args.cls_weight, "pixel": args.pixel_weight}
+    return {name: fixed[name] for name in args.objective.split("_")}
 
 
 def check(args: argparse.Namespace):
@@ -74,16 +97,26 @@ def check(args: argparse.Namespace):
     if not 0 < int(args.mask_ratio * patches) < patches:
         raise UserError(f"--mask-ratio {args.mask_ratio} masks {int(args.mask_ratio * patches)} of {patches} patches: "
                         "at least one must be masked and one visible")
+    if args.balance != "static" and args.objective == "token":
+        raise UserError(f"--balance {args.balance} has nothing to balance: --objective token is one objective")
     if not args.experts:
-        for name in ("detach", "loss_block", "moe_blocks"):
-            if getattr(args, name):
-                raise UserError(f"{common.flag(name)} needs experts, but --experts is 0")
+        meaningless = {"detach": args.detach, "loss_block": args.loss_block, "moe_blocks": args.moe_blocks,
+                       "entropy_experts": args.entropy_experts, "importance_weight": args.importance_weight,
+                       "loss_weights combine": args.loss_weights == "combine",
+                       "entropy_on combine": args.entropy_on == "combine"}
+        for name in (name for name, given in meaningless.items() if given):
+            raise UserError(f"{common.flag(name)} needs experts, but --experts is 0")
         return
     if args.detach and args.loss_weights == "uniform":
         raise UserError("--detach has nothing to detach with --loss-weights uniform")
     if len(args.entropy_weight) not in (1, args.experts):
         raise UserError(f"--entropy-weight has {len(args.entropy_weight)} values: give one, or one for each of the "
                         f"{args.experts} experts")
+    if max(args.entropy_experts or [0]) >= args.experts:
+        raise UserError(f"--entropy-experts {max(args.entropy_experts)}: there are only experts 0 to {args.experts - 1}")
+    if args.experts == 1 and couples_pixels(args):
+        raise UserError("--experts 1: with --encoding dense, expert 1 weights the pixel loss, so there must be 2 (or "
+                        "--loss-weights uniform)")
     depth = PRESETS[args.model]["depth"]
     blocks = list(range(1, depth, 2)) if args.moe_blocks is None else args.moe_blocks
     if max(blocks) >= depth:
@@ -94,44 +127,69 @@ def check(args: argparse.Namespace):
             raise UserError(f"--loss-block {block} has no experts: the MoE blocks are {' '.join(map(str, blocks))}")
 
 
-def objectives(args: argparse.Namespace, pred: Tensor, targets: Tensor, routing: dict[int, Routing],
-               ids_keep: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The training objective (Eq. 8 plus Eq. 7) -> (its value, detached metrics for the log).
-
-    pred [B, 1 + V, D] are the student's visible tokens in the order of ids_keep [B, V], targets [B, 1 + N, D] the
-    teacher's tokens of the whole image.
-    """
-    pred, targets = pred.float(), targets.float()
-    per_patch = token_loss(pred[:, 1:], take(targets[:, 1:], ids_keep))                              # [B, V]
-    metrics = {"token_unweighted": per_patch.mean()}
-
-    weight = torch.ones_like(per_patch)
-    if routing:
-        dispatch = torch.stack([routing[block].dispatch for block in args.loss_block])               # [blocks, B, T, E]
-        if args.loss_weights == "dispatch":
-            weight = dispatch.mean(0)[:, 1:, 0]      # expert 0's weight of each patch: what couples loss and router
-            if args.detach:
-                weight = weight.detach()
-    total = metrics["token"] = routed_mean(per_patch, weight)
-    metrics["loss_ratio"] = metrics["token"] / metrics["token_unweighted"]   # far below 1: the router flees hard patches
-
-    if args.objective == "token_cls":
-        metrics["cls"] = cls_loss(pred[:, 0], targets[:, 0])
-        total = total + args.cls_weight * metrics["cls"]
-
-    if routing:
-        entropy = torch.stack([dispatch_entropy(block) for block in dispatch]).mean(0)               # [E]
-        metrics["entropy_loss"] = -sum(weight * h for weight, h in zip(lambdas(args), entropy.unbind()))
-        total = total + metrics["entropy_loss"]
-        dispatch = dispatch.mean(0)
-        metrics |= {"entropy": entropy, "dispatch_cv": variation(dispatch[:, 1:]), "cls_share": dispatch[:, 0].mean(0)}
-    metrics["loss"] = total
-    return total, {name: value.detach() for name, value in metrics.items()}
+def couples_pixels(args: argparse.Namespace) -> bool:
+    """In sparse encoding masked patches have no dispatch weight, so there the pixel loss stays unweighted (Table 1)."""
+    return args.encoding == "dense" and "pixel" in args.objective and args.loss_weights != "uniform" and args.experts > 0
 
 
 def lambdas(args: argparse.Namespace) -> list[float]:
-    """Entropy weights, one for each expert."""
-    return args.entropy_weight if len(args.entropy_weight) > 1 else args.entropy_weight * args.experts
+    """Entropy weights, one for each expert; 0 for those that --entropy-experts leaves out."""
+    each = args.entropy_weight if len(args.entropy_weight) > 1 else args.entropy_weight * args.experts
+    return [weight if args.entropy_experts is None or e in args.entropy_experts else 0.0 for e, weight in enumerate(each)]
+
+
+def objectives(args: argparse.Namespace, entropy_weights: Tensor, pred: Prediction, targets: Tensor, images: Tensor,
+               mask: Tensor, ids_keep: Tensor | None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The terms of the training objective (Eq. 8) -> (each objective's loss [K], before the weights 1, w_cls and w_pixel;
+    the regularizers' sum; detached metrics for the log).
+
+    entropy_weights [E], pred.tokens [B, T, Dt] the student's and targets [B, 1 + N, Dt] the teacher's tokens of the whole
+    image, images [B, 3, S, S] in [0, 1], mask [B, N]; ids_keep [B, V] the patches that a sparse student saw, in the order
+    of its tokens, or None for a dense one.
+    """
+    losses, metrics = {}, {}
+    routing = [pred.routing[block] for block in args.loss_block] if pred.routing else []
+    if routing:
+        dispatch, combine = (torch.stack(weights) for weights in zip(*routing))                   # [blocks, B, T, E]
+
+    def coupling(expert: int) -> Tensor | float:
+        """What weights each patch of the student's tokens in `expert`'s loss: [B, T - 1], or 1."""
+        if not routing or args.loss_weights == "uniform":
+            return 1.0
+        weight = (dispatch if args.loss_weights == "dispatch" else combine).mean(0)[:, 1:, expert]
+        return weight.detach() if args.detach else weight      # undetached, it is what couples loss and router
+
+    # token distillation, on the visible patches in sparse encoding and on the masked ones in dense encoding
+    target = targets[:, 1:] if ids_keep is None else take(targets[:, 1:], ids_keep)
+    per_patch = token_loss(pred.tokens[:, 1:].float(), target.float())                            # [B, T - 1]
+    lives_on = mask.float() if ids_keep is None else torch.ones_like(per_patch)
+    losses["token"] = routed_mean(per_patch, lives_on * coupling(0))
+    metrics["token_unweighted"] = routed_mean(per_patch, lives_on)
+
+    if "cls" in args.objective:
+        losses["cls"] = cls_loss(pred.tokens[:, 0].float(), targets[:, 0].float())
+
+    # pixels, always on the masked patches
+    if "pixel" in args.objective:
+        per_patch = pixel_loss(pred.pixels.float(), images, args.patch_size)                      # [B, N]
+        losses["pixel"] = routed_mean(per_patch, mask.float() * (coupling(1) if couples_pixels(args) else 1.0))
+        metrics["pixel_unweighted"] = routed_mean(per_patch, mask.float())
+
+    metrics |= losses
+    for name in losses.keys() - {"cls"}:      # far below 1: the router flees the hard patches instead of learning them
+        metrics[f"{name}_ratio"] = losses[name] / metrics[f"{name}_unweighted"]
+
+    regularizers = torch.zeros((), device=targets.device)
+    if routing:      # means over images, and over loss blocks
+        entropy = {"dispatch": dispatch_entropy(dispatch.flatten(0, 1)), "combine": dispatch_entropy(combine.flatten(0, 1))}
+        metrics["entropy_loss"] = -(entropy_weights * entropy[args.entropy_on]).sum()             # Eq. 7
+        regularizers = regularizers + metrics["entropy_loss"]
+        if args.importance_weight:
+            metrics["importance_loss"] = torch.stack([importance_loss(block) for block in combine]).mean()
+            regularizers = regularizers + args.importance_weight * metrics["importance_loss"]
+        weights = dispatch.mean(0)
+        metrics |= {"entropy": entropy["dispatch"], "dispatch_cv": variation(weights[:, 1:]), "cls_share": weights[:, 0].mean(0)}
+    return torch.stack(list(losses.values())), regularizers, {name: value.detach() for name, value in metrics.items()}
 
 
 def main(args: argparse.Namespace):
@@ -157,17 +215,25 @@ def main(args: argparse.Namespace):
     common.seed_everything(args.seed)
     encoder = build_vit(args.model, image_size=args.image_size, patch_size=args.patch_size, experts=args.experts,
                         moe_blocks=args.moe_blocks, drop_path=args.drop_path)
-    student = Explore(encoder, teacher.dim).to(device)
+    weights = torch.tensor(list(objective_weights(args).values()), device=device)                   # [K], static
+    entropy_weights = torch.tensor(lambdas(args), device=device)                                    # [E]
+    student = Explore(encoder, teacher.dim, dense=args.encoding == "dense", pixels="pixel" in args.objective).to(device)
     optimizer = common.adamw(student, args.lr, args.weight_decay, args.betas)
     scaler = torch.amp.GradScaler(device.type, enabled=process.amp == torch.float16)
+    gradnorm = GradNorm(len(weights), args.gradnorm_alpha, args.gradnorm_lr, device) if args.balance == "gradnorm" else None
     skipped, first = common.resume(state, student, optimizer, scaler, device)
+    if state and gradnorm:
+        gradnorm.state = {name: value.to(device) for name, value in state["gradnorm"].items()}
     description = dict(encoder=encoder.config, args=common.plain(vars(args)))      # what rebuilds the model from a file
     if not state:
         common.save(folder / "epoch_0000.pt", model=student.state_dict(), step=0, **description)
 
-    objective = torch.compile(objectives) if args.compile else objectives
-    if args.compile:
+    objective = objectives
+    if args.compile and gradnorm:      # it differentiates twice from the last norm on, which compiled code cannot
+        encoder.features = torch.compile(encoder.features)
+    elif args.compile:
         student.compile()
+        objective = torch.compile(objectives)
     model = DistributedDataParallel(student, gradient_as_bucket_view=True) if world > 1 else student
     model.train()
 
@@ -176,7 +242,7 @@ def main(args: argparse.Namespace):
     views = data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio)
     order = data.TrainOrder(len(images), args.batch_size, micro_batch, args.seed, first, last, rank, world)
     batches = data.load(views, order, args.workers, device)
-    visible = grid ** 2 - int(args.mask_ratio * grid ** 2)
+    visible, sparse = grid ** 2 - int(args.mask_ratio * grid ** 2), args.encoding == "sparse"
     log = common.Log(folder / "log.jsonl", first, world)
     bar = tqdm(range(first, last), initial=first, total=last, desc="pretrain", unit="step", disable=not common.is_first())
     for step in bar:
@@ -185,23 +251,37 @@ def main(args: argparse.Namespace):
             group["lr"] = lr
         common.seed_everything(args.seed, step, rank)                               # drop path
 
+        if args.balance == "rlw":
+            weights = random_loss_weights(len(weights), args.seed, step).to(device)
+        elif gradnorm:
+            weights, shared = gradnorm.weights.clone(), []
+
         for micro_step in range(micro_steps):
             batch = next(batches)
-            pixels = data.augment(batch)                                            # [B, 3, S, S] in [0, 1]
-            ids_keep = shuffle_visible(batch["mask"], batch["noise"], visible)      # [B, V]
+            mask, pixels = batch["mask"], data.augment(batch)                       # [B, N], [B, 3, S, S] in [0, 1]
+            ids_keep, ids_restore = shuffle_visible(mask, batch["noise"], visible) if sparse else (None, None)
             last_micro = micro_step == micro_steps - 1
             with contextlib.nullcontext() if world == 1 or last_micro else model.no_sync():
                 with torch.no_grad():
                     targets = teacher(pixels)                                       # [B, 1 + N, Dt]
                 with process.autocast():
-                    pred, routing = model(data.normalize(pixels), ids_keep)         # [B, 1 + V, Dt]
-                loss, metrics = objective(args, pred, targets, routing, ids_keep)
+                    pred = model(data.normalize(pixels), mask, ids_keep, ids_restore)
+                losses, regularizers, metrics = objective(args, entropy_weights, pred, targets, pixels, mask, ids_keep)
+                if gradnorm:
+                    gradients = gradients_at(encoder.norm, losses, scaler.scale(torch.ones((), device=device)))
+                    shared.append(torch.cat([losses.detach()[:, None], gradients], dim=1))          # [K, 1 + numbers]
+                loss = (weights * losses).sum() + regularizers
                 scaler.scale(loss / micro_steps).backward()
-            log.add(metrics)
+            log.add(metrics | {"loss": loss.detach()})
 
         norm, skip = common.update(optimizer, scaler, args.clip_grad)
         skipped += skip
         log.add({"grad_norm": norm})
+        if gradnorm:
+            shared = common.mean_over_processes(torch.stack(shared).mean(0), world)
+            gradnorm.update(shared[:, 0], shared[:, 1:].norm(dim=1))
+        if args.balance != "static":
+            log.add({"objective_weights": weights})
 
         done = step + 1
         saves = done % (args.save_every * epoch_steps) == 0 or done == last
@@ -213,7 +293,8 @@ def main(args: argparse.Namespace):
             bar.set_postfix({name: f"{line[name]:.3f}" for name in ("loss", "token", "cls") if name in line})
         if saves:
             common.save(folder / "last.pt", model=student.state_dict(), optimizer=optimizer.state_dict(),
-                        scaler=scaler.state_dict(), step=done, skipped=line["skipped"], steps_per_epoch=epoch_steps, **description)
+                        scaler=scaler.state_dict(), step=done, skipped=line["skipped"], steps_per_epoch=epoch_steps,
+                        gradnorm=gradnorm.state if gradnorm else {}, **description)
             if done % epoch_steps == 0:
                 common.save(folder / f"epoch_{done // epoch_steps:04d}.pt", model=student.state_dict(), step=done, **description)
             log.restart_clock()
@@ -232,7 +313,7 @@ def train_demo_teacher(args: argparse.Namespace):
         finetune.main(finetune.parse_args([
             "--data", args.data, "--out", str(Path(args.teacher).parent), "--model", args.model, "--image-size",
             str(args.image_size), "--patch-size", str(args.patch_size), "--epochs", "6", "--warmup-epochs", "1", "--lr",
-            "2e-3", "--batch-size", "64", "--drop-path", "0", "--amp", args.amp, "--seed", str(args.seed)]))
+            "2e-3", "--batch-size", "64", "--drop-path", "0", "--amp", args.amp]))
 
 
 def show_demo(args: argparse.Namespace):
@@ -242,7 +323,8 @@ def show_demo(args: argparse.Namespace):
     last = Path(args.out, "last.pt")
     before, after = knn.main(knn.parse_args([str(Path(args.out, "epoch_0000.pt")), str(last), "--data", args.data,
                                              "--amp", args.amp]))
-    routing.main(routing.parse_args([str(last), "--data", args.data, "--out", args.out, "--amp", args.amp]))
+    if args.experts:
+        routing.main(routing.parse_args([str(last), "--data", args.data, "--out", args.out, "--amp", args.amp]))
     if common.is_first():
         print(f"k-NN random init {before:.1f}% -> pretrained {after:.1f}%")
 

@@ -243,16 +243,27 @@ def objective_flags(*argv):
     return args
 
 
-def coupling(args, encoding="fixed"):
-    """The objective on random predictions: only the loss weights and the entropy reach the router -> (loss, metrics, router)."""
-    routers = {block: model.SoftMoE(8, 2, 16).double() for block in (1, 3)}
+def objectives(args, *inputs):
+    return pretrain.objectives(args, torch.tensor(pretrain.lambdas(args)), *inputs)
+
+
+def coupling(args, dense=False):
+    """The objective on random predictions: only the loss weights and the regularizers reach the router.
+
+    -> (total, metrics, routers of blocks 1 and 3, the arguments of `objectives` after the flags).
+    """
+    routers = {block: model.SoftMoE(8, args.experts, 16).double() for block in (1, 3)} if args.experts else {}
     for router in routers.values():
         router.scale.data.fill_(3)
-    x, pred, targets = randn(4, 10, 8), randn(4, 10, 8), randn(4, 17, 8)
-    ids_keep = torch.stack([torch.randperm(16)[:9] for _ in range(4)])
-    routings = {block: router.route(x) for block, router in routers.items()}
-    total, metrics = pretrain.objectives(args, pred, targets, routings, ids_keep)
-    return total, metrics, routers, (pred.float(), targets.float(), routings, ids_keep)
+    mask = torch.stack([torch.randperm(16) for _ in range(4)]) >= 9               # 9 visible, 7 masked
+    ids_keep = None if dense else model.shuffle_visible(mask, torch.rand(4, 16), 9)[0]
+    tokens = 17 if dense else 10
+    pixels = torch.randn(4, 16, 192) if "pixel" in args.objective else None
+    pred = model.Prediction(torch.randn(4, tokens, 8), pixels, {b: r.route(randn(4, tokens, 8)) for b, r in routers.items()})
+    inputs = pred, torch.randn(4, 17, 8), torch.rand(4, 3, 32, 32), mask, ids_keep
+    values, regularizers, metrics = objectives(args, *inputs)
+    weights = torch.tensor(list(pretrain.objective_weights(args).values()))
+    return (weights * values).sum() + regularizers, metrics, routers, inputs
 
 
 def test_coupled_weights_teach_the_router():
@@ -283,20 +294,20 @@ def test_detaching_changes_the_gradient_and_not_the_loss():
 
 def test_objective_is_equation_8_with_expert_0_on_the_visible_patches():
     args = objective_flags("--cls-weight", "0.3", "--entropy-weight", "0.5", "2")
-    total, metrics, _, (pred, targets, routings, ids_keep) = coupling(args)
-    dispatch, token = routings[3].dispatch, 0.0
+    total, metrics, _, (pred, targets, _, _, ids_keep) = coupling(args)
+    dispatch, token = pred.routing[3].dispatch, 0.0
     for b in range(4):
         weights = [dispatch[b, 1 + i, 0].item() for i in range(9)]    # [CLS] is token 0
-        values = [losses.token_loss(pred[b, 1 + i][None, None], targets[b, 1 + ids_keep[b, i]][None, None]).item()
+        values = [losses.token_loss(pred.tokens[b, 1 + i][None, None], targets[b, 1 + ids_keep[b, i]][None, None]).item()
                   for i in range(9)]
         token += sum(w * v for w, v in zip(weights, values)) / sum(weights) / 4
-    cls = losses.cls_loss(pred[:, 0], targets[:, 0]).item()
+    cls = losses.cls_loss(pred.tokens[:, 0], targets[:, 0]).item()
     entropy = losses.dispatch_entropy(dispatch)
     assert metrics["token"].item() == pytest.approx(token, rel=1e-5)
     assert metrics["entropy_loss"].item() == pytest.approx(-(0.5 * entropy[0] + 2 * entropy[1]).item(), rel=1e-6)
     assert total.item() == pytest.approx(token + 0.3 * cls - (0.5 * entropy[0] + 2 * entropy[1]).item(), rel=1e-5)
     assert torch.allclose(metrics["cls_share"], dispatch[:, 0].mean(0))
-    assert metrics["loss_ratio"].item() == pytest.approx(token / metrics["token_unweighted"].item(), rel=1e-5)
+    assert metrics["token_ratio"].item() == pytest.approx(token / metrics["token_unweighted"].item(), rel=1e-5)
 
 
 def test_token_objective_is_without_cls():
@@ -305,12 +316,227 @@ def test_token_objective_is_without_cls():
 
 def test_several_loss_blocks_are_averaged():
     args = objective_flags("--loss-block", "1", "3")
-    _, metrics, _, (pred, targets, routings, ids_keep) = coupling(args)
-    weight = (routings[1].dispatch + routings[3].dispatch)[:, 1:, 0] / 2
-    per_patch = losses.token_loss(pred[:, 1:], model.take(targets[:, 1:], ids_keep))
-    assert metrics["token"].item() == pytest.approx(losses.routed_mean(per_patch, weight).item(), rel=1e-5)
-    entropy = (losses.dispatch_entropy(routings[1].dispatch) + losses.dispatch_entropy(routings[3].dispatch)) / 2
-    assert torch.allclose(metrics["entropy"], entropy)
+    _, metrics, _, (pred, targets, _, _, ids_keep) = coupling(args)
+    first, second = (pred.routing[block].dispatch for block in (1, 3))
+    per_patch = losses.token_loss(pred.tokens[:, 1:], model.take(targets[:, 1:], ids_keep))
+    assert metrics["token"].item() == pytest.approx(losses.routed_mean(per_patch, (first + second)[:, 1:, 0] / 2).item(), rel=1e-5)
+    assert torch.allclose(metrics["entropy"], (losses.dispatch_entropy(first) + losses.dispatch_entropy(second)) / 2)
+
+
+ALL = ["--objective", "token_cls_pixel", "--entropy-weight", "0"]
+
+
+def test_in_dense_encoding_the_token_loss_lives_on_masked_patches_and_expert_1_weights_the_pixel_loss():
+    total, metrics, _, (pred, targets, images, mask, _) = coupling(objective_flags(*ALL, "--encoding", "dense"), dense=True)
+    dispatch = pred.routing[3].dispatch[:, 1:]
+    token, pixel = losses.token_loss(pred.tokens[:, 1:], targets[:, 1:]), losses.pixel_loss(pred.pixels, images, 8)
+    for name, loss, expert in (("token", token, 0), ("pixel", pixel, 1)):
+        expected, plain = 0.0, 0.0
+        for b in range(4):
+            masked = [i for i in range(16) if mask[b, i]]
+            weights = [dispatch[b, i, expert].item() for i in masked]
+            expected += sum(w * loss[b, i].item() for w, i in zip(weights, masked)) / sum(weights) / 4
+            plain += sum(loss[b, i].item() for i in masked) / len(masked) / 4
+        assert metrics[name].item() == pytest.approx(expected, rel=1e-5)
+        assert metrics[f"{name}_unweighted"].item() == pytest.approx(plain, rel=1e-5)
+        assert metrics[f"{name}_ratio"].item() == pytest.approx(expected / plain, rel=1e-5)
+
+
+def test_in_sparse_encoding_the_pixel_loss_is_the_plain_mean_over_masked_patches():
+    _, metrics, _, (pred, _, images, mask, _) = coupling(objective_flags(*ALL))
+    assert metrics["pixel"].item() == pytest.approx(losses.pixel_loss(pred.pixels, images, 8)[mask].mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("dense", (False, True))
+def test_each_objective_ignores_the_patches_that_it_does_not_live_on(dense):
+    args = objective_flags(*ALL, "--encoding", "dense" if dense else "sparse")
+    _, before, _, (pred, targets, images, mask, ids_keep) = coupling(args, dense)
+    elsewhere = targets.clone()
+    where = ~mask if dense else mask                            # tokens: masked patches when dense, visible ones when sparse
+    elsewhere[:, 1:][where] += torch.randn_like(elsewhere[:, 1:][where])
+    pixels = torch.where(mask[..., None], pred.pixels, torch.randn_like(pred.pixels))
+    after = objectives(args, pred._replace(pixels=pixels), elsewhere, images, mask, ids_keep)[2]
+    assert torch.equal(after["token"], before["token"]) and torch.equal(after["pixel"], before["pixel"])
+    elsewhere[:, 1:] += 1 + torch.randn_like(elsewhere[:, 1:])
+    changed = objectives(args, pred._replace(pixels=pixels + 1), elsewhere, images, mask, ids_keep)[2]
+    assert changed["token"] != before["token"] and changed["pixel"] != before["pixel"]
+
+
+def test_each_expert_hears_its_own_loss_alone():
+    for objective, hears in (("token", [True, False]), ("token_pixel", [True, True])):
+        total, _, routers, _ = coupling(objective_flags("--objective", objective, "--entropy-weight", "0", "--encoding", "dense"),
+                                        dense=True)
+        total.backward()
+        assert [bool(g.norm() > 1e-5) for g in routers[3].phi.grad.unbind(1)] == hears
+
+
+def test_combine_weights_can_all_shrink_where_dispatch_weights_keep_their_sum():
+    x, loss = randn(1, 10, 8), rand(1, 10)
+    shares = []
+    for scale in (1, 100):
+        moe = model.SoftMoE(8, 2, 16).double()
+        moe.phi.data = torch.stack([-x.mean((0, 1)), x.mean((0, 1))], dim=1)     # expert 0 turns away from every token
+        moe.scale.data.fill_(scale)
+        x = x + 3 * x.mean(1, keepdim=True)                     # tokens that all point the same way
+        dispatch, combine = moe.route(x)
+        shares.append((combine[..., 0] * loss).sum().item())
+        assert torch.allclose(dispatch.sum(1), torch.ones(1, 2, dtype=torch.float64))
+        # normalized within the image, neither changes the scale of its loss
+        for weight in (dispatch[..., 0], combine[..., 0]):
+            assert loss.min() <= losses.routed_mean(loss, weight) <= loss.max()
+    assert shares[1] < 1e-6 < shares[0]                         # unnormalized, the combine-weighted loss is gone
+
+
+def test_combine_weights_weight_the_loss_where_asked():
+    args = objective_flags("--loss-weights", "combine")
+    _, metrics, _, (pred, targets, _, _, ids_keep) = coupling(args)
+    per_patch = losses.token_loss(pred.tokens[:, 1:], model.take(targets[:, 1:], ids_keep))
+    expected = losses.routed_mean(per_patch, pred.routing[3].combine[:, 1:, 0])
+    assert metrics["token"].item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_router_can_move_weight_off_a_hard_patch():
+    moe, x = model.SoftMoE(8, 2, 16).double(), randn(1, 6, 8)
+    loss = torch.tensor([[1.0, 0.1, 0.1, 0.1, 0.1, 0.1]], dtype=torch.float64)
+    first = moe.route(x).dispatch[0, 0, 0].item()
+    optimizer = torch.optim.SGD(moe.parameters(), lr=1.0)
+    for _ in range(200):
+        optimizer.zero_grad()
+        losses.routed_mean(loss, moe.route(x).dispatch[..., 0]).backward()
+        optimizer.step()
+    assert moe.route(x).dispatch[0, 0, 0].item() < 0.5 * first
+
+
+def test_entropy_is_taken_of_the_chosen_weights_and_experts():
+    for flags, source, lambdas in ((["--entropy-weight", "2"], "dispatch", [2, 2]), (["--entropy-weight", "5", "24"], "dispatch", [5, 24]),
+                                   (["--entropy-experts", "0"], "dispatch", [5, 0]), (["--entropy-on", "combine"], "combine", [5, 5]),
+                                   (["--entropy-weight", "1", "3", "--entropy-experts", "1"], "dispatch", [0, 3])):
+        _, metrics, _, (pred, *_) = coupling(objective_flags(*flags))
+        weights = getattr(pred.routing[3], source)
+        expected = 0.0
+        for e in range(2):
+            expected += lambdas[e] * sum(p * math.log(p) for p in weights[:, :, e].flatten().tolist()) / len(weights)
+        assert metrics["entropy_loss"].item() == pytest.approx(expected, rel=1e-6), flags
+
+
+def test_importance_is_the_squared_variation_of_combine_weights_and_zero_for_equal_use():
+    combine = randn(3, 7, 4).softmax(2)
+    total = [sum(combine[b, t, e].item() for b in range(3) for t in range(7)) for e in range(4)]
+    mean = sum(total) / 4
+    expected = sum((x - mean) ** 2 for x in total) / 4 / mean ** 2
+    assert losses.importance_loss(combine).item() == pytest.approx(expected, rel=1e-10)
+    assert losses.importance_loss(torch.full((3, 7, 4), 0.25)).item() == 0
+    assert losses.importance_loss(torch.cat([combine.roll(e, 2) for e in range(4)])).item() == pytest.approx(0, abs=1e-12)
+    dispatch = randn(3, 7, 4).softmax(1)                        # why not on dispatch weights: their totals cannot differ
+    assert losses.importance_loss(dispatch).item() == pytest.approx(0, abs=1e-20)
+    args = objective_flags("--importance-weight", "2", "--entropy-weight", "0")
+    total, metrics, _, (pred, *_) = coupling(args)
+    assert metrics["importance_loss"].item() == pytest.approx(losses.importance_loss(pred.routing[3].combine).item())
+    assert total.item() == pytest.approx((metrics["token"] + 0.4 * metrics["cls"] + 2 * metrics["importance_loss"]).item(), rel=1e-5)
+
+
+def test_pixel_loss_is_equation_3_over_the_number_of_pixels():
+    pred, images = randn(2, 4, 192), rand(2, 3, 16, 16)
+    for b in range(2):
+        for i in range(4):
+            row, column = divmod(i, 2)
+            patch = images[b, :, 8 * row:8 * row + 8, 8 * column:8 * column + 8].flatten()
+            patch = (patch - patch.mean()) / (patch.var(unbiased=True) + 1e-6).sqrt()
+            assert torch.equal(losses.patchify(images, 8)[b, i], images[b, :, 8 * row:8 * row + 8, 8 * column:8 * column + 8].flatten())
+            expected = sum((p - x) ** 2 for p, x in zip(pred[b, i].tolist(), patch.tolist())) / 192
+            assert losses.pixel_loss(pred, images, 8)[b, i].item() == pytest.approx(expected, rel=1e-10)
+
+
+# --------------------------------------------------------------------------------------------- global balancing, baselines
+
+def test_gradnorm_finds_the_weights_that_make_gradients_equal():
+    balance = losses.GradNorm(2, alpha=0.0, lr=0.01)
+    for _ in range(300):                                        # w_1 * 4 = w_2 * 1 and w_1 + w_2 = 2
+        balance.update(torch.tensor([3.0, 5.0]), torch.tensor([4.0, 1.0]))
+        assert balance.weights.sum().item() == pytest.approx(2, rel=1e-6)
+    assert balance.weights.tolist() == pytest.approx([0.4, 1.6], abs=0.05)
+
+
+def test_gradnorm_moves_two_quadratics_toward_equal_rates():
+    def final_rates(lr, alpha=1.0):
+        x, balance = torch.tensor([1.0, 1.0], requires_grad=True), losses.GradNorm(2, alpha, lr)
+        scales = torch.tensor([1.0, 10.0])                      # the second objective's gradient is ten times larger
+        for _ in range(60):
+            values = scales * x ** 2
+            grads = torch.stack([torch.autograd.grad(v, x, retain_graph=True)[0] for v in values])
+            with torch.no_grad():
+                x -= 0.01 * (balance.weights[:, None] * grads).sum(0)
+            balance.update(values.detach(), grads.norm(dim=1))
+        return (scales * x ** 2).detach() / scales, balance.weights
+    plain, _ = final_rates(0.0)
+    balanced, weights = final_rates(0.02)
+    assert weights[0] > 1 > weights[1] and weights.sum().item() == pytest.approx(2)
+    assert (balanced.log()[0] - balanced.log()[1]).abs() < 0.5 * (plain.log()[0] - plain.log()[1]).abs()
+
+
+def test_gradnorm_helps_the_objective_that_lags_and_survives_numbers_that_are_not_finite():
+    balance = losses.GradNorm(2, alpha=1.0, lr=0.01)
+    balance.update(torch.tensor([1.0, 1.0]), torch.tensor([1.0, 1.0]))
+    balance.update(torch.tensor([0.9, 0.1]), torch.tensor([1.0, 1.0]))      # the first has hardly fallen
+    assert balance.weights[0] > 1 > balance.weights[1]
+    before = balance.weights.clone()
+    balance.update(torch.tensor([math.nan, 0.1]), torch.tensor([1.0, math.inf]))
+    assert torch.equal(balance.weights, before)
+
+
+def test_gradients_are_those_of_each_loss_at_the_layer_and_leave_the_backward_pass_alone():
+    layer, head = nn.Linear(4, 4), nn.Linear(4, 2)
+    y = head(layer(torch.randn(3, 4)))
+    values = torch.stack([y.square().mean(), y.abs().mean()])
+    got = losses.gradients_at(layer, values, torch.tensor(1024.0))
+    assert layer.weight.grad is None
+    for k in range(2):
+        layer.zero_grad()
+        values[k].backward(retain_graph=True)
+        assert torch.allclose(got[k], torch.cat([layer.weight.grad.flatten(), layer.bias.grad]), atol=1e-6)
+
+
+def test_random_loss_weights_are_a_softmax_drawn_by_seed_and_step():
+    draws = torch.stack([losses.random_loss_weights(3, 42, step) for step in range(2000)])
+    assert torch.allclose(draws.sum(1), torch.ones(2000)) and len(draws.unique(dim=0)) == 2000
+    assert torch.equal(draws[7], losses.random_loss_weights(3, 42, 7)) and not torch.equal(draws[7], losses.random_loss_weights(3, 43, 7))
+    logits = draws.log() - draws.log().mean(1, keepdim=True)    # what is left of standard normals after the softmax
+    assert logits.var().item() == pytest.approx(2 / 3, rel=0.1)
+
+
+# ------------------------------------------------------------------------------------------------------------ decoder
+
+def identity_decoder():
+    """A decoder without blocks, positions and norm: what it gives is what it was given, put in place."""
+    decoder = model.PixelDecoder(model.ViT(32, 8, dim=192, depth=0, heads=2), dim=192, depth=0)
+    for layer in (decoder.embed, decoder.pixels):
+        nn.init.eye_(layer.weight)
+    decoder.norm = nn.Identity()
+    nn.init.zeros_(decoder.pos_embed), nn.init.constant_(decoder.mask_token, -1)
+    return decoder
+
+
+def test_the_decoder_puts_every_visible_token_back_where_it_came_from():
+    decoder, tags = identity_decoder(), torch.arange(16.0)[None, :, None].expand(3, 16, 192)      # a patch says its place
+    mask = torch.stack([torch.randperm(16) for _ in range(3)]) >= 9
+    ids_keep, ids_restore = model.shuffle_visible(mask, torch.rand(3, 16), 9)
+    expected = torch.where(mask[..., None], -1.0, tags)
+    assert torch.equal(decoder(model.take(tags, ids_keep), ids_restore), expected)
+    assert torch.equal(decoder(tags, mask=mask), expected)
+
+
+def test_the_decoder_has_8_blocks_of_width_512_and_positions_of_its_own():
+    student = model.Explore(model.build_vit("vit_nano", image_size=32, patch_size=8, experts=2), 8, dense=True, pixels=True)
+    decoder = student.decoder
+    assert len(decoder.blocks) == 8 and decoder.norm.normalized_shape == (512,) and decoder.blocks[0].attn.heads == 16
+    assert decoder.pos_embed.shape == (1, 16, 512) and decoder.pixels.out_features == 192
+    assert not any(isinstance(block.mlp, model.SoftMoE) for block in decoder.blocks)
+    assert student.mask_token.shape == (1, 1, 96) and not any("mask_token" in name for name in student.encoder.state_dict())
+    mask = torch.rand(2, 16) < 0.5
+    pred = student(torch.rand(2, 3, 32, 32), mask)
+    assert pred.tokens.shape == (2, 17, 8) and pred.pixels.shape == (2, 16, 192) and pred.routing[3].dispatch.shape == (2, 17, 2)
+    pred.pixels.sum().backward()
+    assert student.mask_token.grad.any() and decoder.mask_token.grad.any() and student.encoder.cls_token.grad.any()
 
 
 # ------------------------------------------------------------------------------------------------------------ encoder
@@ -343,11 +569,13 @@ def outside_blocks(mask, smallest):
 
 def test_the_student_sees_118_patches_of_196():
     mask = torch.stack([torch.from_numpy(data.block_mask(np.random.default_rng(i), 14, 0.4)) for i in range(4)])
-    ids_keep = model.shuffle_visible(mask, torch.rand(4, 196), 118)
+    ids_keep, ids_restore = model.shuffle_visible(mask, torch.rand(4, 196), 118)
     assert ids_keep.shape == (4, 118) and mask.sum(1).tolist() == [78] * 4
     for b in range(4):
         assert sorted(ids_keep[b].tolist()) == (~mask[b]).nonzero()[:, 0].tolist()      # all of the visible ones, once
         assert ids_keep[b].tolist() != sorted(ids_keep[b].tolist())                     # shuffled
+        for i in range(196):                                     # the inverse: where each patch went
+            assert (ids_restore[b, i] < 118) == (~mask[b, i]) and (mask[b, i] or ids_keep[b, ids_restore[b, i]] == i)
 
 
 def test_sparse_tokens_are_the_visible_patches_in_the_order_of_ids_keep():
@@ -681,7 +909,7 @@ def test_training_lowers_the_loss_and_logs_the_diagnostics(toy):
     state, log = train([*toy, "--lr", "2e-3"])
     assert log[-1]["token"] < 0.7 * log[0]["token"] and log[-1]["cls"] < log[0]["cls"]
     assert log[-1]["step"] == state["step"] == 80 and [line["step"] for line in log] == [20, 40, 60, 80]
-    for key in ("loss", "token", "token_unweighted", "cls", "entropy_loss", "loss_ratio", "lr", "images_per_second",
+    for key in ("loss", "token", "token_unweighted", "cls", "entropy_loss", "token_ratio", "lr", "images_per_second",
                 "skipped", "grad_norm", "epoch"):
         assert isinstance(log[-1][key], float), key
     for key in ("entropy", "dispatch_cv", "cls_share", "scale"):
@@ -692,7 +920,11 @@ def test_training_lowers_the_loss_and_logs_the_diagnostics(toy):
 
 @pytest.mark.parametrize("flags", (["--experts", "0"], ["--objective", "token"], ["--detach"], ["--loss-weights", "uniform"],
                                    ["--experts", "4", "--entropy-weight", "1", "2", "3", "4", "--loss-block", "1", "3"],
-                                   ["--compile"], ["--amp", "bf16"]))
+                                   ["--compile"], ["--amp", "bf16"], ["--encoding", "dense", "--objective", "token"],
+                                   ["--objective", "token_pixel"], ["--balance", "rlw"],
+                                   ["--objective", "token_cls_pixel", "--encoding", "dense", "--balance", "gradnorm"],
+                                   ["--balance", "gradnorm", "--compile", "--micro-batch", "4"],
+                                   ["--loss-weights", "combine", "--importance-weight", "2", "--entropy-on", "combine"]))
 def test_variants_train(toy, flags):
     state, log = train([*toy, *flags, "--max-steps", "2"])
     assert state["step"] == 2 and math.isfinite(log[-1]["loss"])
@@ -710,8 +942,9 @@ def flatten(value):
     return [leaf for item in value for leaf in flatten(item)] if isinstance(value, (list, tuple)) else [value]
 
 
-def test_an_interrupted_run_is_the_run_that_was_never_stopped(toy, tmp_path):
-    toy += ["--drop-path", "0.2", "--micro-batch", "4"]         # drop path and accumulation too
+@pytest.mark.parametrize("flags", ([], ["--balance", "gradnorm", "--gradnorm-lr", "0.2"], ["--balance", "rlw"]))
+def test_an_interrupted_run_is_the_run_that_was_never_stopped(toy, tmp_path, flags):
+    toy += ["--drop-path", "0.2", "--micro-batch", "4", *flags]         # drop path and accumulation too
     whole, log = train([*toy, "--out", str(tmp_path / "whole")])
     for stop in ("1", "3", "6"):
         parts = train([*toy, "--out", str(tmp_path / "parts"), "--max-steps", stop])[0]
@@ -732,20 +965,23 @@ def test_supervised_training_resumes_to_the_bit_too(photos, tmp_path):
     equal_states(*(model.load_checkpoint(tmp_path / name / "last.pt") for name in ("whole", "parts")))
 
 
-def test_one_process_and_two_follow_the_same_curve(toy, tmp_path):
-    toy += ["--drop-path", "0"]
+@pytest.mark.parametrize("flags", ([], ["--balance", "gradnorm", "--gradnorm-lr", "0.2", "--objective", "token_cls_pixel",
+                                        "--encoding", "dense"]))
+def test_one_process_and_two_follow_the_same_curve(toy, tmp_path, flags):
+    toy += ["--drop-path", "0", *flags]
     one, one_log = train([*toy, "--out", str(tmp_path / "one")])
     torchrun(2, "pretrain.py", *toy, "--out", str(tmp_path / "two"), "--micro-batch", "2")
     two = model.load_checkpoint(tmp_path / "two" / "last.pt")
     two_log = [json.loads(line) for line in open(tmp_path / "two" / "log.jsonl")]
-    for key in ("loss", "token", "cls", "grad_norm"):
+    for key in ("loss", "token", "cls", "grad_norm", *(["objective_weights", "pixel"] if flags else [])):
         assert two_log[-1][key] == pytest.approx(one_log[-1][key], rel=1e-4), key
     for name, value in one["model"].items():
         assert torch.allclose(value, two["model"][name], atol=1e-4), name
 
 
-def test_accumulation_changes_nothing(toy, tmp_path):
-    states = [train([*toy, "--drop-path", "0", "--micro-batch", n, "--out", str(tmp_path / n)])[0] for n in ("8", "2")]
+@pytest.mark.parametrize("flags", ([], ["--balance", "gradnorm", "--gradnorm-lr", "0.2"]))
+def test_accumulation_changes_nothing(toy, tmp_path, flags):
+    states = [train([*toy, *flags, "--drop-path", "0", "--micro-batch", n, "--out", str(tmp_path / n)])[0] for n in ("8", "2")]
     for name, value in states[0]["model"].items():
         assert torch.allclose(value, states[1]["model"][name], atol=1e-4), name
 
@@ -807,6 +1043,7 @@ def test_knn_finds_its_own_images_and_prints_the_best(photos, teacher, tmp_path,
     flags = ["--data", photos, "-k", "1", "--amp", "off", "--workers", "0", "--batch-size", "5"]
     results = knn.main(knn.parse_args([teacher, other, *flags]))
     lines = capsys.readouterr().out.splitlines()
+    assert json.loads(Path(teacher).with_name("knn.json").read_text()) == dict(zip([teacher, other], results))
     assert len(results) == 2 and lines[-1] == f"best: {max(results):.2f}%  {[teacher, other][results.index(max(results))]}"
     copied = tmp_path / "copied"
     (copied / "val").parent.mkdir()
@@ -837,6 +1074,35 @@ def test_an_expert_that_prefers_the_left_half_is_warm_there():
     assert red_over_blue[22, 22] == 0                           # the grey image itself
 
 
+def test_area_under_the_curve_counts_pairs():
+    score, positive = torch.tensor([0.1, 0.4, 0.4, 0.8, 0.2]), torch.tensor([False, True, False, True, False])
+    pairs = [(p > n) + 0.5 * (p == n) for p in (0.4, 0.8) for n in (0.1, 0.4, 0.2)]
+    assert routing.area_under_curve(score, positive) == pytest.approx(sum(pairs) / 6)
+    assert routing.area_under_curve(positive.float(), positive) == 1 and routing.area_under_curve(-positive.float(), positive) == 0
+
+
+def test_the_foreground_of_a_patch_is_that_of_the_picture():
+    images = data.Shapes("val", 48)
+    foreground = routing.patch_foreground(images, [3, 4], 48, 8).view(2, 6, 6)
+    for row, index in enumerate((3, 4)):
+        view = data.centre_view(images.mask(index)[None].to(torch.uint8) * 255, 48)[0]
+        for y in range(6):
+            for x in range(6):
+                assert foreground[row, y, x] == (view[8 * y:8 * y + 8, 8 * x:8 * x + 8].float().mean() >= 127.5)
+
+
+def test_routing_measures_what_a_planted_router_does(tmp_path, capsys):
+    path = write_checkpoint(tmp_path / "e3.pt", experts=3, image_size=48)
+    checkpoint = model.load_checkpoint(path)
+    checkpoint["model"]["encoder.blocks.3.mlp.phi"].zero_()         # no preference at all: everything uniform
+    common.save(Path(path), **checkpoint)
+    numbers = routing.main(routing.parse_args([path, "--data", "shapes", "--images", "20", "--amp", "off", "--workers", "0"]))
+    assert numbers["entropy"] == pytest.approx([math.log(37)] * 3, rel=1e-5) and numbers["dispatch_cv"] == pytest.approx([0] * 3, abs=1e-4)
+    assert numbers["cls_share"] == pytest.approx([1 / 37] * 3, rel=1e-4) and numbers["foreground_auc"] == pytest.approx([0.5] * 3, abs=0.03)
+    assert json.loads((tmp_path / "routing.json").read_text())["images"] == 20
+    assert Image.open(tmp_path / "heatmaps.png").size == (4 * 116, 6 * 116) and "foreground_auc" in capsys.readouterr().out
+
+
 def test_the_demo_works_at_toy_size(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(data.Shapes, "__len__", lambda self: {0: 128, 1: 64}[self.stream])
@@ -864,6 +1130,12 @@ def test_bad_flags_are_refused_by_name(capsys, photos, teacher, tmp_path):
             (["--moe-blocks", "4"], "--moe-blocks 4: vit_nano has blocks 0 to 3"),
             (["--entropy-weight", "1", "2", "3"], "--entropy-weight has 3 values: give one, or one for each of the 2 experts"),
             (["--detach", "--loss-weights", "uniform"], "--detach has nothing to detach"),
+            (["--experts", "0", "--loss-weights", "combine"], "--loss-weights combine needs experts"),
+            (["--experts", "0", "--entropy-experts", "0"], "--entropy-experts needs experts"),
+            (["--experts", "0", "--importance-weight", "1"], "--importance-weight needs experts"),
+            (["--entropy-experts", "2"], "--entropy-experts 2: there are only experts 0 to 1"),
+            (["--experts", "1", "--objective", "token_pixel", "--encoding", "dense"], "--experts 1: with --encoding dense, expert 1"),
+            (["--balance", "gradnorm", "--objective", "token"], "--balance gradnorm has nothing to balance"),
             (["--mask-ratio", "0.01"], "--mask-ratio 0.01 masks 0 of 16 patches"),
             (["--warmup-epochs", "300"], "--warmup-epochs 300 leaves nothing of --epochs 300"),
             (["--teacher", "ViT-B-16"], "--teacher ViT-B-16: neither a checkpoint file nor an open_clip MODEL/PRETRAINED"),
@@ -998,6 +1270,39 @@ def test_every_script_has_help(script, capsys):
     with pytest.raises(SystemExit) as stop:
         script.parse_args(["--help"])
     assert stop.value.code == 0 and "--data" in capsys.readouterr().out
+
+
+def readme_commands():
+    """The flags of pretrain.py in the README's table of the paper's numbers, one command a row."""
+    table = (HERE / "README.md").read_text().split("## The paper's numbers")[1].split("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("|") and line.rstrip().endswith("` |")]
+    return [re.search(r"`([^`]*)` \|$", row).group(1) for row in rows]
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_every_command_of_the_readmes_table_trains(toy, monkeypatch, command):
+    monkeypatch.setattr(common, "save", lambda *args, **kwargs: None)
+    flags = command.removeprefix("pretrain.py").split()
+    args = pretrain.parse_args([*toy, *flags, "--model", "vit_tiny", "--max-steps", "2"])
+    pretrain.main(args)
+    log = [json.loads(line) for line in open(Path(args.out) / "log.jsonl")]
+    assert log[-1]["step"] == 2 and math.isfinite(log[-1]["loss"])
+
+
+def test_the_readmes_table_has_a_command_for_every_ablation():
+    commands = " ".join(readme_commands())
+    for flag in ("--experts 0", "--experts 64", "--loss-weights uniform", "--loss-weights combine", "--detach", "--loss-block 7 9 11",
+                 "--entropy-on combine", "--importance-weight 2", "--balance gradnorm", "--balance rlw", "--encoding dense",
+                 "--objective token_pixel", "--objective token_cls_pixel", "--entropy-weight 5 24", "--mask-ratio 0.5", "--seed"):
+        assert flag in commands, flag
+
+
+def test_the_lines_of_code_in_the_readmes_method_are_those_of_the_program():
+    method = (HERE / "README.md").read_text().split("## The method in one screen")[1].split("\n## ")[0]
+    lines = [line.split("#")[0].strip() for block in re.findall(r"```python\n(.*?)```", method, re.S) for line in block.splitlines()]
+    program = "".join((HERE / name).read_text() for name in ("model.py", "losses.py", "pretrain.py"))
+    lines = [line for line in lines if not line.startswith("def ")]
+    assert len(lines) >= 5 and all(line in program for line in lines), [line for line in lines if line not in program]
 
 
 def test_the_readme_test_command_is_what_ci_runs():
