@@ -89,6 +89,35 @@ def images_in(folder: str) -> list[str]:
     return sorted(e.path for e in os.scandir(folder) if e.name.lower().endswith(EXTENSIONS) and e.is_file())
 
 
+class Scenes:
+    """Photographs with a class for each pixel, in ADE20K's layout: ROOT/images/SPLIT/NAME.jpg, ROOT/annotations/SPLIT/NAME.png.
+
+    Index it for (uint8 [3, H, W], 0); `mask(index)` is bool [H, W], True where the class is among `foreground`.
+    """
+
+    def __init__(self, root: str, split: str, foreground: list[int]):
+        folder = os.path.join(root, "images", split)
+        self.paths, self.foreground = images_in(folder), foreground
+        if not self.paths:
+            raise UserError(f"--data {root}: no image in {folder}; expected ADE20K's layout, images/{split}/*.jpg and "
+                            f"annotations/{split}/*.png")
+        self.annotations = [os.path.join(root, "annotations", split, os.path.splitext(os.path.basename(path))[0] + ".png")
+                            for path in self.paths]
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return read_image(self.paths[index]), 0
+
+    def mask(self, index: int) -> Tensor:
+        from PIL import Image
+        try:
+            return torch.from_numpy(np.isin(np.asarray(Image.open(self.annotations[index])), self.foreground))
+        except OSError as error:
+            raise UserError(f"cannot read the annotation {self.annotations[index]} ({error})") from error
+
+
 class TorchvisionSet:
     """CIFAR-10 or Food-101 by torchvision's own download, kept in data/. Index it for (uint8 [3, H, W], label)."""
 
