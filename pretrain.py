@@ -179,11 +179,10 @@ def objectives(args: argparse.Namespace, entropy_weights: Tensor, pred: Predicti
     for name in losses.keys() - {"cls"}:      # far below 1: the router flees the hard patches instead of learning them
         metrics[f"{name}_ratio"] = losses[name] / metrics[f"{name}_unweighted"]
 
-    regularizers = torch.zeros((), device=targets.device)
+    regularizers = targets.new_zeros(())
     if routing:      # means over images, and over loss blocks
         entropy = {"dispatch": dispatch_entropy(dispatch.flatten(0, 1)), "combine": dispatch_entropy(combine.flatten(0, 1))}
-        metrics["entropy_loss"] = -(entropy_weights * entropy[args.entropy_on]).sum()             # Eq. 7
-        regularizers = regularizers + metrics["entropy_loss"]
+        regularizers = metrics["entropy_loss"] = -(entropy_weights * entropy[args.entropy_on]).sum()      # Eq. 7
         if args.importance_weight:
             metrics["importance_loss"] = torch.stack([importance_loss(block) for block in combine]).mean()
             regularizers = regularizers + args.importance_weight * metrics["importance_loss"]

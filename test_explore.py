@@ -323,6 +323,23 @@ def test_several_loss_blocks_are_averaged():
     assert torch.allclose(metrics["entropy"], (losses.dispatch_entropy(first) + losses.dispatch_entropy(second)) / 2)
 
 
+@pytest.mark.parametrize("flags", ([], ["--experts", "0"], ["--detach"], ["--importance-weight", "2", "--loss-block", "1", "3"],
+                                   ["--objective", "token_cls_pixel", "--encoding", "dense", "--entropy-weight", "5", "24"]))
+def test_the_compiled_objective_has_the_plain_ones_values_and_gradients(flags):
+    args, results = objective_flags(*flags), []
+    for objective in (pretrain.objectives, torch.compile(pretrain.objectives)):
+        torch.manual_seed(0)
+        _, _, routers, (pred, *inputs) = coupling(args, dense="dense" in flags)
+        pred = pred._replace(tokens=pred.tokens.requires_grad_(), routing={b: r.route(torch.sin(torch.arange(
+            4.0 * pred.tokens.shape[1] * 8)).view(4, -1, 8).double()) for b, r in routers.items()})
+        values, regularizers, metrics = objective(args, torch.tensor(pretrain.lambdas(args)), pred, *inputs)
+        (values.sum() + regularizers).backward()
+        grads = [pred.tokens.grad, *(p.grad for r in routers.values() for p in (r.phi, r.scale) if p.grad is not None)]
+        results.append([values.detach(), regularizers.detach(), *(metrics[name] for name in sorted(metrics)), *grads])
+    for plain, compiled in zip(*results, strict=True):
+        assert torch.allclose(plain, compiled.to(plain.dtype), rtol=1e-4, atol=1e-6)
+
+
 ALL = ["--objective", "token_cls_pixel", "--entropy-weight", "0"]
 
 
@@ -920,14 +937,24 @@ def test_training_lowers_the_loss_and_logs_the_diagnostics(toy):
 
 @pytest.mark.parametrize("flags", (["--experts", "0"], ["--objective", "token"], ["--detach"], ["--loss-weights", "uniform"],
                                    ["--experts", "4", "--entropy-weight", "1", "2", "3", "4", "--loss-block", "1", "3"],
-                                   ["--compile"], ["--amp", "bf16"], ["--encoding", "dense", "--objective", "token"],
+                                   ["--amp", "bf16"], ["--encoding", "dense", "--objective", "token"],
                                    ["--objective", "token_pixel"], ["--balance", "rlw"],
                                    ["--objective", "token_cls_pixel", "--encoding", "dense", "--balance", "gradnorm"],
-                                   ["--balance", "gradnorm", "--compile", "--micro-batch", "4"],
                                    ["--loss-weights", "combine", "--importance-weight", "2", "--entropy-on", "combine"]))
 def test_variants_train(toy, flags):
     state, log = train([*toy, *flags, "--max-steps", "2"])
     assert state["step"] == 2 and math.isfinite(log[-1]["loss"])
+
+
+@pytest.mark.parametrize("flags", ([], ["--balance", "gradnorm", "--gradnorm-lr", "0.2", "--micro-batch", "4"]))
+def test_compiled_training_follows_the_plain_curve(toy, tmp_path, flags):
+    toy += ["--drop-path", "0", "--max-steps", "4", *flags]
+    (plain, plain_log), (compiled, compiled_log) = (train([*toy, flag, "--out", str(tmp_path / flag)])
+                                                    for flag in ("--no-compile", "--compile"))
+    for key in ("loss", "token", "cls", "entropy_loss", "grad_norm"):
+        assert compiled_log[-1][key] == pytest.approx(plain_log[-1][key], rel=1e-4), key
+    for name, value in plain["model"].items():
+        assert torch.allclose(value, compiled["model"][name], atol=1e-4), name
 
 
 def equal_states(a, b):
@@ -1059,19 +1086,66 @@ def test_knn_of_two_processes_is_that_of_one(photos, teacher, tmp_path, capsys):
     assert torchrun(2, "knn.py", *flags) == capsys.readouterr().out
 
 
-# ----------------------------------------------------------------------------------------------------------- heatmaps
+# ------------------------------------------------------------------------------------------------------------ routing
 
 def test_an_expert_that_prefers_the_left_half_is_warm_there():
     left = torch.zeros(2, 4, 4)
     left[:, :, :2] = 1
     dispatch = torch.stack([left, 1 - left], dim=-1).reshape(2, 16, 2)
-    picture = routing.heatmaps(torch.full((2, 3, 32, 32), 0.5), dispatch, tile=40).float()
-    assert picture.shape == (3, 2 * 44, 3 * 44)                 # two rows; image, expert 0, expert 1; lines of 2 pixels
-    red_over_blue = picture[0] - picture[2]
-    warm, cool = red_over_blue[22, 44 + 10], red_over_blue[22, 44 + 34]
-    assert warm > 50 and cool < -50
-    assert red_over_blue[22, 88 + 10] == cool and red_over_blue[22, 88 + 34] == warm
-    assert red_over_blue[22, 22] == 0                           # the grey image itself
+    tiles = routing.overlays(torch.full((2, 3, 32, 32), 0.5), dispatch)
+    red_over_blue = tiles[:, :, 0] - tiles[:, :, 2]                             # [M, E, 112, 112]
+    assert (red_over_blue[:, 0, :, :56] > 0.2).all() and (red_over_blue[:, 0, :, 56:] < -0.2).all()
+    assert torch.allclose(red_over_blue[:, 1], red_over_blue[:, 0].flip(-1), atol=1e-5)
+    picture = routing.heatmaps(torch.full((2, 3, 32, 32), 0.5), [[("expert 0", tiles[:, 0]), ("expert 1", tiles[:, 1])]])
+    assert picture.size == (3 * 116, 28 + 2 * 116)                              # image and two experts; a title; two rows
+    def colours(column, x):
+        red, _, blue = picture.getpixel((116 * column + x, 28 + 60))
+        return red - blue
+    assert abs(colours(0, 30)) <= 1 and colours(1, 20) > 50 > -50 > colours(1, 90) and colours(2, 20) < -50 < 50 < colours(2, 90)
+    assert min(picture.getpixel((x, y))[0] for x in range(116, 232) for y in range(28)) < 128      # there is a title
+
+
+def test_heatmaps_show_the_most_and_the_least_used_of_many_experts():
+    assert routing.most_and_least(torch.rand(8)) == list(range(8))
+    assert routing.most_and_least((torch.arange(64) * 37 % 64).float()) == sorted(
+        [i for i in range(64) if i * 37 % 64 < 4 or i * 37 % 64 >= 60])
+
+
+def test_the_silhouette_is_that_of_the_definition():
+    features, labels = randn(23, 3), torch.randint(0, 3, (23,))
+    labels[7] = 5                                               # alone in its cluster: counts 0
+    def distance(i, cluster):
+        others = [j for j in range(23) if labels[j] == cluster and j != i]
+        return sum((features[i] - features[j]).norm().item() for j in others) / len(others)
+    values = []
+    for i in range(23):
+        own = labels[i].item()
+        if (labels == own).sum() == 1:
+            values.append(0.0)
+            continue
+        a, b = distance(i, own), min(distance(i, c) for c in (0, 1, 2, 5) if c != own)
+        values.append((b - a) / max(a, b))
+    for chunk in (1024, 5):
+        assert routing.silhouette(features, labels, chunk) == pytest.approx(sum(values) / 23, rel=1e-9)
+    assert routing.silhouette(features, torch.zeros(23, dtype=torch.long)) == 0
+    apart = torch.cat([randn(10, 3), randn(10, 3) + 100])
+    assert routing.silhouette(apart, torch.arange(20) // 10) > 0.95 and routing.silhouette(apart, torch.arange(20) % 2) < 0.1
+    assert routing.silhouette(torch.zeros(4, 3), torch.tensor([0, 0, 1, 1])) == 0       # identical points
+
+
+def test_silhouette_and_area_agree_with_scikit_learn():
+    metrics = pytest.importorskip("sklearn.metrics")
+    features, labels, score = randn(200, 5), torch.randint(0, 4, (200,)), torch.randint(0, 50, (200,)).float()
+    assert routing.silhouette(features, labels) == pytest.approx(metrics.silhouette_score(features.numpy(), labels.numpy()), rel=1e-6)
+    assert routing.area_under_curve(score, labels > 1) == pytest.approx(metrics.roc_auc_score((labels > 1).numpy(), score.numpy()), rel=1e-9)
+
+
+def test_pearsons_r_is_that_of_the_definition():
+    x, y = [1.0, 2.0, 3.0, 5.0], [2.0, 1.0, 0.5, -1.0]
+    mx, my = sum(x) / 4, sum(y) / 4
+    expected = sum((a - mx) * (b - my) for a, b in zip(x, y)) / math.sqrt(sum((a - mx) ** 2 for a in x) * sum((b - my) ** 2 for b in y))
+    assert routing.pearson(torch.tensor(x), torch.tensor(y)) == pytest.approx(expected, rel=1e-12)
+    assert routing.pearson(torch.tensor(x), -2 * torch.tensor(x)) == pytest.approx(-1) and math.isnan(routing.pearson(torch.ones(4), torch.tensor(y)))
 
 
 def test_area_under_the_curve_counts_pairs():
@@ -1079,6 +1153,7 @@ def test_area_under_the_curve_counts_pairs():
     pairs = [(p > n) + 0.5 * (p == n) for p in (0.4, 0.8) for n in (0.1, 0.4, 0.2)]
     assert routing.area_under_curve(score, positive) == pytest.approx(sum(pairs) / 6)
     assert routing.area_under_curve(positive.float(), positive) == 1 and routing.area_under_curve(-positive.float(), positive) == 0
+    assert math.isnan(routing.area_under_curve(score, torch.ones(5, dtype=torch.bool)))
 
 
 def test_the_foreground_of_a_patch_is_that_of_the_picture():
@@ -1091,16 +1166,115 @@ def test_the_foreground_of_a_patch_is_that_of_the_picture():
                 assert foreground[row, y, x] == (view[8 * y:8 * y + 8, 8 * x:8 * x + 8].float().mean() >= 127.5)
 
 
-def test_routing_measures_what_a_planted_router_does(tmp_path, capsys):
+@pytest.fixture
+def planted(tmp_path):
+    """A student whose last router knows one thing: expert 0 looks for tokens that a bright patch makes, expert 1 for dark."""
+    encoder = model.ViT(32, 8, dim=96, depth=2, heads=3, experts=2).eval()
+    for p in encoder.parameters():
+        nn.init.zeros_(p)
+    nn.init.ones_(encoder.blocks[1].norm2.weight), nn.init.ones_(encoder.norm.weight)
+    encoder.patch_embed.proj.weight.data[0] = 1.0               # channel 0 says how bright; channel 1 sets the scale
+    encoder.patch_embed.proj.bias.data[1] = 50.0
+    encoder.blocks[1].mlp.phi.data[0] = torch.tensor([1.0, -1.0])
+    encoder.blocks[1].mlp.scale.data.fill_(5.0)
+    teacher = write_checkpoint(tmp_path / "teacher.pt")
+    student = model.Explore(encoder, 96)
+    def write(name, **args):
+        (tmp_path / name).mkdir()
+        common.save(tmp_path / name / "last.pt", model=student.state_dict(), encoder=encoder.config,
+                    args={"teacher": teacher, "loss_block": [1], **args})
+        return str(tmp_path / name / "last.pt")
+    return write
+
+
+def bright_left(tmp_path, count=4):
+    """Photographs whose left half is white, in ADE20K's layout; class 7 marks it."""
+    for kind in ("images", "annotations"):
+        (tmp_path / kind / "validation").mkdir(parents=True)
+    for i in range(count):
+        picture = np.zeros((64, 64), dtype=np.uint8)
+        picture[:, :32] = 1
+        Image.fromarray(picture * 255).convert("RGB").save(tmp_path / "images" / "validation" / f"{i}.jpg", quality=95)
+        Image.fromarray(1 + 6 * picture).save(tmp_path / "annotations" / "validation" / f"{i}.png")
+    return str(tmp_path)
+
+
+def test_a_planted_router_gives_the_planted_heatmap_and_numbers(planted, tmp_path, capsys):
+    folder = bright_left(tmp_path / "scenes")
+    flags = ["--data", folder, "--foreground", "7", "--amp", "off", "--workers", "0", "--tokens", "40"]
+    numbers, = routing.main(routing.parse_args([planted("one"), *flags]))
+    assert numbers["foreground_auc"] == [1.0, 0.0] and numbers["foreground_patches"] == 32 and numbers["patches"] == 64
+    assert numbers["loss_block"] == 1 and [row["block"] for row in numbers["blocks"]] == [1] and numbers["images"] == 4
+    assert numbers["blocks"][0]["silhouette"] > 0.9 and numbers["blocks"][0]["scale"] == 5.0 and numbers["silhouette_tokens"] == 40
+    picture = Image.open(tmp_path / "one" / "heatmaps.png")
+    assert picture.size == (3 * 116, 28 + 4 * 116)
+    red = lambda x, y: picture.getpixel((x, y))[0] - picture.getpixel((x, y))[2]
+    assert red(116 + 20, 70) > 50 and red(116 + 95, 70) < -50 and red(232 + 20, 70) < -50 and red(232 + 95, 70) > 50
+    assert json.loads((tmp_path / "one" / "routing.json").read_text())[0]["correlation_tokens"] == 40
+    printed = capsys.readouterr().out
+    assert "expert 0 1.000, expert 1 0.000 (32 of 64 patches)" in printed and "r = " in printed
+
+
+def test_correlation_is_between_expert_0s_weight_and_the_loss_against_the_checkpoints_teacher(planted, tmp_path):
+    folder = bright_left(tmp_path / "scenes")
+    path = planted("one")
+    numbers, = routing.main(routing.parse_args([path, "--data", folder, "--foreground", "7", "--amp", "off", "--workers", "0"]))
+    checkpoint, encoder = model.load_checkpoint(path), model.load_encoder(path).eval()
+    teacher, images = model.build_teacher(checkpoint["args"]["teacher"], 4), data.Scenes(folder, "validation", [7])
+    view = torch.stack([data.centre_view(images[i][0], 32) for i in range(4)]) / 255
+    with torch.no_grad():
+        tokens, routed = encoder(data.normalize(view))
+        predicted = tokens @ checkpoint["model"]["head.weight"].T + checkpoint["model"]["head.bias"]
+        loss = losses.token_loss(predicted[:, 1:], teacher(view)[:, 1:])
+    expected = np.corrcoef(routed[1].dispatch[:, 1:, 0].flatten().numpy(), loss.flatten().numpy())[0, 1]
+    assert numbers["correlation"] == pytest.approx(expected, abs=1e-4) and numbers["correlation_tokens"] == 64
+
+
+def test_two_checkpoints_stand_side_by_side(planted, tmp_path, capsys):
+    folder = bright_left(tmp_path / "scenes")
+    flags = ["--data", folder, "--foreground", "7", "--amp", "off", "--workers", "0", "--out", str(tmp_path / "both")]
+    both = routing.main(routing.parse_args([planted("coupled"), planted("detached"), *flags]))
+    assert [numbers["name"] for numbers in both] == ["coupled", "detached"]
+    assert Image.open(tmp_path / "both" / "heatmaps.png").size == (5 * 116, 28 + 4 * 116)
+    assert len(json.loads((tmp_path / "both" / "routing.json").read_text())) == 2
+    assert "coupled/last.pt: 4 images" in capsys.readouterr().out
+
+
+def test_without_matplotlib_the_heatmaps_and_numbers_still_come(planted, tmp_path, capsys, monkeypatch):
+    folder = bright_left(tmp_path / "scenes")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    routing.main(routing.parse_args([planted("one"), "--data", folder, "--foreground", "7", "--amp", "off", "--workers", "0"]))
+    assert "blocks.png and correlation.png need matplotlib: pip install matplotlib" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "one").iterdir()) == ["heatmaps.png", "last.pt", "routing.json"]
+
+
+def test_with_matplotlib_the_figures_come_too(planted, tmp_path):
+    pytest.importorskip("matplotlib").use("Agg")
+    folder = bright_left(tmp_path / "scenes")
+    routing.main(routing.parse_args([planted("one"), planted("two"), "--data", folder, "--foreground", "7", "--amp", "off", "--workers", "0"]))
+    for name in ("blocks.png", "correlation.png"):
+        assert min(Image.open(tmp_path / "one" / name).size) > 200
+
+
+def test_a_teacher_that_is_not_there_costs_the_correlation_alone(planted, tmp_path, capsys):
+    folder = bright_left(tmp_path / "scenes")
+    path = planted("one", teacher="nowhere.pt")
+    numbers, = routing.main(routing.parse_args([path, "--data", folder, "--foreground", "7", "--amp", "off", "--workers", "0"]))
+    assert "correlation" not in numbers and "foreground_auc" in numbers
+    assert "no correlation with the distillation loss: teacher nowhere.pt: neither a checkpoint" in capsys.readouterr().out
+
+
+def test_a_router_without_preference_is_uniform(tmp_path):
     path = write_checkpoint(tmp_path / "e3.pt", experts=3, image_size=48)
     checkpoint = model.load_checkpoint(path)
-    checkpoint["model"]["encoder.blocks.3.mlp.phi"].zero_()         # no preference at all: everything uniform
+    checkpoint["model"]["encoder.blocks.3.mlp.phi"] = torch.zeros(96, 3)
     common.save(Path(path), **checkpoint)
-    numbers = routing.main(routing.parse_args([path, "--data", "shapes", "--images", "20", "--amp", "off", "--workers", "0"]))
-    assert numbers["entropy"] == pytest.approx([math.log(37)] * 3, rel=1e-5) and numbers["dispatch_cv"] == pytest.approx([0] * 3, abs=1e-4)
-    assert numbers["cls_share"] == pytest.approx([1 / 37] * 3, rel=1e-4) and numbers["foreground_auc"] == pytest.approx([0.5] * 3, abs=0.03)
-    assert json.loads((tmp_path / "routing.json").read_text())["images"] == 20
-    assert Image.open(tmp_path / "heatmaps.png").size == (4 * 116, 6 * 116) and "foreground_auc" in capsys.readouterr().out
+    numbers, = routing.main(routing.parse_args([path, "--data", "shapes", "--images", "20", "--amp", "off", "--workers", "0"]))
+    last = numbers["blocks"][-1]
+    assert last["entropy"] == pytest.approx([math.log(37)] * 3, rel=1e-5) and last["dispatch_cv"] == pytest.approx([0] * 3, abs=1e-4)
+    assert last["cls_share"] == pytest.approx([1 / 37] * 3, rel=1e-4) and numbers["foreground_auc"] == pytest.approx([0.5] * 3, abs=0.03)
+    assert last["silhouette"] == 0 and numbers["blocks"][0]["silhouette"] != 0       # all tokens in one expert
 
 
 def test_the_demo_works_at_toy_size(tmp_path, monkeypatch, capsys):
@@ -1109,7 +1283,7 @@ def test_the_demo_works_at_toy_size(tmp_path, monkeypatch, capsys):
     pretrain.main(pretrain.parse_args(["--demo", "--epochs", "2", "--workers", "0", "--experts", "3"]))
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"k-NN random init \d+\.\d% -> pretrained \d+\.\d%", last)
-    assert Image.open("runs/demo/heatmaps.png").size == (4 * 116, 6 * 116)      # image and three experts, six rows
+    assert Image.open("runs/demo/heatmaps.png").size == (4 * 116, 28 + 6 * 116)      # image and three experts, six rows
     teacher = model.load_checkpoint("runs/demo-teacher/last.pt")
     assert teacher["step"] == 12 and teacher["encoder"]["experts"] == 0
     pretrain.main(pretrain.parse_args(["--demo", "--epochs", "2", "--workers", "0", "--experts", "3"]))
@@ -1211,6 +1385,9 @@ def test_foreign_and_missing_checkpoints_are_named(capsys, tmp_path, photos, tea
     assert "there is no checkpoint" in refusal(capsys, knn, str(tmp_path / "none.pt"), "--data", photos)
     assert "-k 33: there are only 32 training images" in refusal(capsys, knn, teacher, "--data", photos, "-k", "33")
     assert "has no experts" in refusal(capsys, routing, teacher, "--data", photos)
+    experts = write_checkpoint(tmp_path / "e2.pt", experts=2)
+    assert "--block 2 has no experts: the MoE blocks are 1 3" in refusal(capsys, routing, experts, "--data", photos, "--block", "2")
+    assert "expected ADE20K's layout" in refusal(capsys, routing, experts, "--data", photos, "--foreground", "1")
 
 
 def test_torchvisions_sets_are_downloaded_or_refused_in_words(capsys, tmp_path, monkeypatch):
