@@ -188,19 +188,31 @@ class ViT(nn.Module):
     def features(self, images: Tensor, ids_keep: Tensor | None = None, mask: Tensor | None = None,
                  mask_token: Tensor | None = None) -> tuple[Tensor, dict[int, Routing]]:
         """As `forward`, without the final norm."""
+        x, routing = self.embed(images, ids_keep, mask, mask_token), {}
+        for i, block in enumerate(self.blocks):
+            x, routed = block(x)
+            if routed is not None:
+                routing[i] = routed
+        return x, routing
+
+    def intermediate(self, images: Tensor, blocks: list[int]) -> list[Tensor]:
+        """The patch tokens after each of `blocks`, as maps: images [B, 3, S, S] -> [B, D, grid, grid] each."""
+        x, maps = self.embed(images), {}
+        for i, block in enumerate(self.blocks):
+            x, _ = block(x)
+            maps[i] = x[:, 1:].transpose(1, 2).unflatten(2, (self.grid, self.grid))
+        return [maps[i] for i in blocks]
+
+    def embed(self, images: Tensor, ids_keep: Tensor | None = None, mask: Tensor | None = None,
+              mask_token: Tensor | None = None) -> Tensor:
+        """images [B, 3, S, S] -> the tokens that enter the first block [B, T, D]."""
         x = self.patch_embed(images)
         if mask is not None:
             x = torch.where(mask[..., None], mask_token.to(x.dtype), x)
         x = x + self.pos_embed[:, 1:]      # before dropping patches: what is left still knows where it came from
         if ids_keep is not None:
             x = take(x, ids_keep)
-        x = torch.cat([(self.cls_token + self.pos_embed[:, :1]).expand(len(x), -1, -1), x], dim=1)
-        routing = {}
-        for i, block in enumerate(self.blocks):
-            x, routed = block(x)
-            if routed is not None:
-                routing[i] = routed
-        return x, routing
+        return torch.cat([(self.cls_token + self.pos_embed[:, :1]).expand(len(x), -1, -1), x], dim=1)
 
 
 @torch.no_grad()
@@ -429,22 +441,79 @@ def quiet_logging():
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 def load_checkpoint(path: str | Path) -> dict:
-    """A checkpoint of any of our stages: plain tensors, numbers and strings. Raises ValueError where it is none."""
+    """A checkpoint of any of our stages, or other people's ViT weights in the same form: a dict of "model" (the encoder's
+    parameters begin with "encoder."), "encoder" (what rebuilds it) and "args".
+
+    Reads plain ViT state dicts with timm's names (timm, DeiT, MAE) and the authors' release. Only tensors, numbers and
+    strings are ever unpickled; ValueError for a file that holds more, or something else.
+    """
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise ValueError(f"there is no checkpoint {path}") from None
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} is no checkpoint of ours, or holds more than tensors, numbers and strings, which could run code when read "
+            f"({first_line(error)}). If you trust where it comes from, convert it: python -c \"import torch; torch.save({{'model': "
+            f"torch.load('{path}', map_location='cpu', weights_only=False)['model']}}, 'converted.pt')\"") from error
+    except (OSError, RuntimeError, EOFError) as error:
         raise ValueError(f"{path} is no checkpoint of ours ({first_line(error)})") from error
-    if not isinstance(checkpoint, dict) or not {"model", "encoder", "args"} <= checkpoint.keys():
-        raise ValueError(f"{path} is no checkpoint of ours: it lacks 'model', 'encoder' or 'args'")
-    return checkpoint
+    if isinstance(checkpoint, dict) and {"model", "encoder", "args"} <= checkpoint.keys():
+        return checkpoint
+    try:
+        return convert_foreign(checkpoint)
+    except ValueError as error:
+        raise ValueError(f"{path} is no checkpoint of ours and no ViT with timm's names: {error}") from error
 
 
-def load_encoder(path: str | Path, grid: int | None = None) -> ViT:
-    """The encoder of any checkpoint of ours; with `grid`, its position embeddings are resized to that many patches a side.
+def convert_foreign(checkpoint: dict) -> dict:
+    """Other people's ViT weights -> the form of our checkpoints. Raises ValueError where something does not fit."""
+    for wrapper in ("model", "state_dict"):
+        if isinstance(checkpoint, dict) and isinstance(checkpoint.get(wrapper), dict):
+            checkpoint = checkpoint[wrapper]
+    if not isinstance(checkpoint, dict):
+        raise ValueError("it is no dict of tensors")
+    state = {str(key).removeprefix("module."): value for key, value in checkpoint.items() if isinstance(value, Tensor)}
+    if any(key.startswith("student.") for key in state):      # the authors' release keeps other networks beside it
+        state = {key.removeprefix("student."): value for key, value in state.items() if key.startswith("student.")}
+    if not {"patch_embed.proj.weight", "pos_embed", "cls_token", "norm.weight"} <= state.keys():
+        raise ValueError("it lacks patch_embed.proj.weight, pos_embed, cls_token or norm.weight")
 
-    Raises ValueError where the file is no checkpoint of ours.
+    dim, _, patch_size, _ = state["patch_embed.proj.weight"].shape
+    depth = 1 + max((int(key.split(".")[1]) for key in state if key.startswith("blocks.")), default=-1)
+    moe_blocks = [i for i in range(depth) if f"blocks.{i}.mlp.phi" in state]
+    experts = state[f"blocks.{moe_blocks[0]}.mlp.phi"].reshape(dim, -1).shape[1] if moe_blocks else 0
+    config = dict(image_size=math.isqrt(state["pos_embed"].shape[1] - 1) * patch_size, patch_size=patch_size, dim=dim,
+                  depth=depth, heads=max(1, dim // 64), experts=experts, moe_blocks=moe_blocks)
+    for i in range(depth):
+        at = f"blocks.{i}."
+        for ours, theirs in (("ls1.gamma", "gamma_1"), ("ls2.gamma", "gamma_2")):       # none at all is one of ones
+            state[at + ours] = state.pop(at + theirs, state.get(at + ours, torch.ones(dim)))
+        if at + "attn.q_bias" in state:                                                 # keys without a bias have a bias of 0
+            q, v = state.pop(at + "attn.q_bias"), state.pop(at + "attn.v_bias")
+            state[at + "attn.qkv.bias"] = torch.cat([q, torch.zeros_like(q), v])
+        if i in moe_blocks:
+            state[at + "mlp.phi"] = state[at + "mlp.phi"].reshape(dim, experts)
+            state[at + "mlp.scale"] = state[at + "mlp.scale"].reshape(())
+            for n in (1, 2) if at + "mlp.experts.0.fc1.weight" in state else ():
+                layers = [at + f"mlp.experts.{e}.fc{n}." for e in range(experts)]
+                state[at + f"mlp.w{n}"] = torch.stack([state.pop(layer + "weight").T for layer in layers])
+                state[at + f"mlp.b{n}"] = torch.stack([state.pop(layer + "bias") for layer in layers])
+    with torch.device("meta"):
+        expected = ViT(**config).state_dict()
+    misfits = [key for key, value in expected.items() if key not in state or state[key].shape != value.shape]
+    if misfits:
+        raise ValueError(f"{misfits[0]} is missing or has another shape")
+    model = {f"encoder.{key}": state[key] for key in expected}
+    model |= {f"head.{key}": state[f"distill_head.{key}"] for key in ("weight", "bias") if f"distill_head.{key}" in state}
+    return {"model": model, "encoder": config, "args": {}}
+
+
+def load_encoder(path: str | Path, grid: int | None = None, **dropouts) -> ViT:
+    """The encoder of a checkpoint (see `load_checkpoint`). With `grid`, its position embeddings are resized to that many
+    patches a side; `dropouts` are ViT's drop_path and expert_dropout.
+
+    Raises ValueError where the file is none.
     """
     checkpoint = load_checkpoint(path)
     config = dict(checkpoint["encoder"])
@@ -452,9 +521,12 @@ def load_encoder(path: str | Path, grid: int | None = None) -> ViT:
              if key.startswith("encoder.")}
     if grid is not None:
         config["image_size"] = grid * config["patch_size"]
-        state["pos_embed"] = resize_pos_embed(state["pos_embed"], grid)
-    encoder = ViT(**config)
-    encoder.load_state_dict(state)
+        state |= {"pos_embed": resize_pos_embed(state["pos_embed"], grid)} if "pos_embed" in state else {}
+    encoder = ViT(**config, **dropouts)
+    try:
+        encoder.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(f"{path} holds no whole encoder ({first_line(error)})") from error
     return encoder
 
 
