@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from model import load_checkpoint
 
 # Flags that say where, how fast or how long a run works, not what it computes: they may change when it goes on
-FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "save_every", "max_steps", "demo"}
+FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "save_every", "max_steps", "demo", "eval_only"}
 
 
 # ------------------------------------------------------------------------------------------------------ errors, flags
@@ -73,12 +73,19 @@ def add_common_flags(parser: argparse.ArgumentParser, batch_size: int, seed: boo
         group.add_argument("--seed", type=natural, default=42, help="default: %(default)s")
 
 
-def add_trainer_flags(parser: argparse.ArgumentParser, *, epochs: int, warmup_epochs: float, lr: float, min_lr: float,
-                      weight_decay: float, clip_grad: float, drop_path: float):
-    group = parser.add_argument_group("optimization (AdamW, cosine schedule per step)")
-    group.add_argument("--epochs", type=positive_int, default=epochs, help="default: %(default)s")
-    group.add_argument("--warmup-epochs", type=non_negative, default=warmup_epochs, metavar="EPOCHS",
-                       help="linear warm-up (default: %(default)s)")
+def add_trainer_flags(parser: argparse.ArgumentParser, *, epochs: int = 0, warmup_epochs: float = 0, iterations: int = 0,
+                      warmup_iterations: int = 0, lr: float, min_lr: float, weight_decay: float, clip_grad: float,
+                      drop_path: float | None = None):
+    """Trainers count in epochs or in iterations."""
+    group = parser.add_argument_group("optimization (AdamW)")
+    if epochs:
+        group.add_argument("--epochs", type=positive_int, default=epochs, help="default: %(default)s")
+        group.add_argument("--warmup-epochs", type=non_negative, default=warmup_epochs, metavar="EPOCHS",
+                           help="linear warm-up, then cosine decay (default: %(default)s)")
+    else:
+        group.add_argument("--iterations", type=positive_int, default=iterations, help="default: %(default)s")
+        group.add_argument("--warmup-iterations", type=natural, default=warmup_iterations, metavar="N",
+                           help="linear warm-up, then linear decay (default: %(default)s)")
     group.add_argument("--micro-batch", type=positive_int, metavar="N",
                        help="images of one forward pass of one process; gradients accumulate up to --batch-size "
                             "(default: the largest divisor of a process's share up to 256)")
@@ -87,10 +94,12 @@ def add_trainer_flags(parser: argparse.ArgumentParser, *, epochs: int, warmup_ep
     group.add_argument("--weight-decay", type=non_negative, default=weight_decay, metavar="W", help="default: %(default)s")
     group.add_argument("--clip-grad", type=non_negative, default=clip_grad, metavar="NORM",
                        help="largest gradient norm, 0 for no clipping (default: %(default)s)")
-    group.add_argument("--drop-path", type=fraction, default=drop_path, metavar="P",
-                       help="stochastic depth of the last block, rising from 0 (default: %(default)s)")
-    group.add_argument("--save-every", type=positive_int, default=10, metavar="EPOCHS",
-                       help="write last.pt and keep an epoch_NNNN.pt this often (default: %(default)s)")
+    if drop_path is not None:
+        group.add_argument("--drop-path", type=fraction, default=drop_path, metavar="P",
+                           help="stochastic depth of the last block, rising from 0 (default: %(default)s)")
+    group.add_argument("--save-every", type=positive_int, default=10 if epochs else 8000, metavar="EPOCHS" if epochs else "N",
+                       help=f"write last.pt and what else a stage keeps after so many {'epochs' if epochs else 'iterations'} "
+                            "(default: %(default)s)")
     group.add_argument("--max-steps", type=positive_int, metavar="N",
                        help="stop after step N of the schedule; the same command without it goes on")
 
@@ -113,7 +122,54 @@ non_negative = number(float, lambda x: x >= 0, "number of at least 0")
 positive = number(float, lambda x: x > 0, "number above 0")
 finite = number(float, lambda x: True, "finite number")
 fraction = number(float, lambda x: 0 <= x < 1, "number from 0 to below 1")
+unit = number(float, lambda x: 0 < x <= 1, "number above 0 and up to 1")
 open_fraction = number(float, lambda x: 0 < x < 1, "number between 0 and 1")
+
+
+# ---------------------------------------------------------------------------------------------------- transfer recipes
+
+RECIPES = ("fr", "fa", "exd")
+
+
+def add_recipe_flags(parser: argparse.ArgumentParser, layer_decay: float):
+    group = parser.add_argument_group("transfer")
+    group.add_argument("--recipe", nargs="+", choices=(*RECIPES, "none"), metavar="R",
+                       help="fr: freeze phi and scale; fa: freeze attention; exd: drop whole experts; none "
+                            "(default: fr fa exd with experts, else none)")
+    group.add_argument("--expert-dropout", type=fraction, default=0.4, metavar="P", help="of exd (default: %(default)s)")
+    group.add_argument("--layer-decay", type=unit, default=layer_decay, metavar="D",
+                       help="factor of the learning rate from each block to the one below (default: %(default)s)")
+    return group
+
+
+def layer_scale(depth: int, decay: float):
+    """Layer-wise decay: name -> factor of its rate. Embeddings are layer 0, block i is i + 1, the rest depth + 1 with 1."""
+    def scale(name: str) -> float:
+        name = name.removeprefix("encoder.")
+        if name.startswith("blocks."):      # experts, phi and scale belong to their block
+            layer = int(name.split(".")[1]) + 1
+        else:
+            layer = 0 if name.startswith(("patch_embed", "pos_embed", "cls_token")) else depth + 1
+        return decay ** (depth + 1 - layer)
+    return scale
+
+
+def freeze(encoder: nn.Module, recipe: list[str]):
+    """FR freezes each router's phi and scale, FA each attention's qkv and projection: no gradient, no optimizer."""
+    for name, parameter in encoder.named_parameters():
+        routing, attention = name.endswith(("mlp.phi", "mlp.scale")), ".attn." in name
+        parameter.requires_grad_(not ("fr" in recipe and routing or "fa" in recipe and attention))
+
+
+def choose_recipe(args: argparse.Namespace, has_experts: bool) -> list[str]:
+    """What --recipe means for this checkpoint; says so in one line where a recipe has nothing to act on."""
+    recipe = args.recipe or (list(RECIPES) if has_experts else ["none"])
+    if "none" in recipe and len(recipe) > 1:
+        raise UserError(f"--recipe {' '.join(recipe)}: none stands alone")
+    ignored = [r for r in recipe if r in ("fr", "exd") and not has_experts]
+    if ignored and is_first():
+        print(f"{args.checkpoint or 'a model from scratch'} has no experts: --recipe {' '.join(ignored)} is ignored")
+    return [r for r in recipe if r not in ignored and r != "none"]
 
 
 # ---------------------------------------------------------------------------------------------------------- processes
@@ -225,17 +281,35 @@ def learning_rate(step: int, steps: int, warmup: int, peak: float, floor: float)
     return floor + (peak - floor) * (1 + math.cos(math.pi * progress)) / 2
 
 
+def linear_rate(step: int, steps: int, warmup: int, peak: float, floor: float) -> float:
+    """As `learning_rate`, with a linear decay."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak + (floor - peak) * (step + 1 - warmup) / (steps - warmup)
+
+
 def decays(name: str, parameter: Tensor) -> bool:
     """No weight decay on biases (the experts' stacked ones too), norms, LayerScale, `scale`, positions and tokens."""
     undecayed = ("b1", "b2", "pos_embed", "cls_token", "mask_token")
     return parameter.ndim > 1 and name.split(".")[-1] not in undecayed
 
 
-def adamw(model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float]) -> torch.optim.AdamW:
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [dict(params=[p for name, p in named if decays(name, p)], weight_decay=weight_decay),
-              dict(params=[p for name, p in named if not decays(name, p)], weight_decay=0.0)]
+def adamw(model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float],
+          lr_scale=lambda name: 1.0) -> torch.optim.AdamW:
+    """AdamW over what is not frozen; parameter `name` learns at lr_scale(name) times the rate that `set_rate` sets."""
+    groups = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            key = (decays(name, parameter), lr_scale(name))
+            groups.setdefault(key, []).append(parameter)
+    groups = [dict(params=parameters, weight_decay=weight_decay if decay else 0.0, lr_scale=scale)
+              for (decay, scale), parameters in groups.items()]
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+
+
+def set_rate(optimizer, lr: float):
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]
 
 
 def update(optimizer, scaler, clip_grad: float) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torchvision import tv_tensors
 from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 
@@ -92,10 +94,11 @@ def images_in(folder: str) -> list[str]:
 class Scenes:
     """Photographs with a class for each pixel, in ADE20K's layout: ROOT/images/SPLIT/NAME.jpg, ROOT/annotations/SPLIT/NAME.png.
 
-    Index it for (uint8 [3, H, W], 0); `mask(index)` is bool [H, W], True where the class is among `foreground`.
+    Index it for (uint8 [3, H, W], 0). `annotation(index)` is uint8 [H, W] of classes from 1, 0 is ignored; `mask(index)` is
+    bool [H, W], True where the class is among `foreground`.
     """
 
-    def __init__(self, root: str, split: str, foreground: list[int]):
+    def __init__(self, root: str, split: str, foreground: list[int] = ()):
         folder = os.path.join(root, "images", split)
         self.paths, self.foreground = images_in(folder), foreground
         if not self.paths:
@@ -110,12 +113,20 @@ class Scenes:
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return read_image(self.paths[index]), 0
 
-    def mask(self, index: int) -> Tensor:
+    def annotation(self, index: int) -> Tensor:
         from PIL import Image
+        path = self.annotations[index]
         try:
-            return torch.from_numpy(np.isin(np.asarray(Image.open(self.annotations[index])), self.foreground))
+            picture = Image.open(path)
+            if picture.mode not in ("L", "P"):
+                raise UserError(f"the annotation {path} has mode {picture.mode}; expected one 8-bit class for each pixel (L or P)",
+                                everywhere=True)
+            return torch.from_numpy(np.array(picture, dtype=np.uint8))
         except OSError as error:
-            raise UserError(f"cannot read the annotation {self.annotations[index]} ({error})") from error
+            raise UserError(f"cannot read the annotation {path} ({error})", everywhere=True) from error
+
+    def mask(self, index: int) -> Tensor:
+        return torch.isin(self.annotation(index), torch.tensor(self.foreground, dtype=torch.uint8))
 
 
 class TorchvisionSet:
@@ -166,6 +177,10 @@ class Shapes:
 
     def mask(self, index: int) -> Tensor:
         return torch.from_numpy(self.draw(index)[1])
+
+    def annotation(self, index: int) -> Tensor:
+        """uint8 [size, size]: 1 is background, 2 to 11 the object's class."""
+        return torch.where(self.mask(index), 2 + index % len(self.classes), 1).to(torch.uint8)
 
     def draw(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """-> (uint8 [3, size, size], the object's bool [size, size])."""
@@ -259,14 +274,35 @@ def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
     return mask
 
 
+def rand_augment(rng: np.random.Generator, image: Tensor) -> Tensor:
+    """RandAugment 9/0.5: two operations of magnitude 9 of 10, give or take 0.5. uint8 [3, S, S] -> the same."""
+    magnitude = int(np.clip(np.rint(rng.normal(9, 0.5)), 0, 10))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(rng.integers(2 ** 63)))
+        return v2.RandAugment(2, magnitude, num_magnitude_bins=11, interpolation=InterpolationMode.BILINEAR)(image)
+
+
+def random_erasing(rng: np.random.Generator, image: Tensor, probability: float = 0.25) -> Tensor:
+    """With that probability, noise in a box of 2 to 33 % of the area. uint8 [3, S, S] -> the same."""
+    if rng.random() >= probability:
+        return image
+    top, left, h, w = random_crop(rng, *image.shape[-2:], scale=(0.02, 1 / 3), ratio=(0.3, 1 / 0.3))
+    mean, std = (255 * np.array(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
+    image = image.clone()
+    image[:, top:top + h, left:left + w] = torch.from_numpy(rng.normal(mean, std, (3, h, w)).clip(0, 255).astype(np.uint8))
+    return image
+
+
 class TrainViews(Dataset):
     """Training views of `images`, indexed by (epoch, index): a dict of
 
     image uint8 [3, S, S], label, flip bool, jitter [3] and, where `mask_ratio` is given, mask bool [N] and noise [N].
+    `strong` is supervised training's augmentation: RandAugment and random erasing in place of colour jitter.
     """
 
-    def __init__(self, images, image_size: int, seed: int, grid: int = 0, mask_ratio: float | None = None):
-        self.images, self.image_size, self.seed, self.grid, self.mask_ratio = images, image_size, seed, grid, mask_ratio
+    def __init__(self, images, image_size: int, seed: int, grid: int = 0, mask_ratio: float | None = None, strong: bool = False):
+        self.images, self.image_size, self.seed, self.strong = images, image_size, seed, strong
+        self.grid, self.mask_ratio = grid, mask_ratio
 
     def __getitem__(self, key: tuple[int, int]) -> dict | UserError:
         epoch, index = key
@@ -283,6 +319,8 @@ class TrainViews(Dataset):
         if self.mask_ratio is not None:
             view |= dict(mask=block_mask(rng, self.grid, self.mask_ratio),
                          noise=rng.random(self.grid ** 2, dtype=np.float32))
+        if self.strong:
+            view |= dict(image=random_erasing(rng, rand_augment(rng, view["image"])), jitter=np.ones(3, dtype=np.float32))
         return view
 
 
@@ -301,6 +339,47 @@ class CentreViews(Dataset):
         except UserError as error:
             return error
         return dict(image=centre_view(image, self.image_size), label=label)
+
+
+class SceneViews(Dataset):
+    """Segmentation views of `scenes` (Scenes or Shapes) with classes 1 to `classes`, 0 ignored.
+
+    Training, indexed by (epoch, index): a dict of image uint8 [3, crop, crop] and annotation uint8 [crop, crop] after random
+    scale 0.5 to 2, crop, flip and photometric distortion, all a function of (seed, epoch, index).
+    Evaluation, indexed by index: image uint8 [3, h, w] with its shorter side at `crop`, annotation uint8 [H, W] as it is.
+    """
+
+    def __init__(self, scenes, crop: int, classes: int, seed: int = 0):
+        self.scenes, self.crop, self.classes, self.seed = scenes, crop, classes, seed
+
+    def __len__(self):
+        return len(self.scenes)
+
+    def pair(self, index: int) -> tuple[Tensor, Tensor]:
+        (image, _), annotation = self.scenes[index], self.scenes.annotation(index)
+        name = self.scenes.annotations[index] if isinstance(self.scenes, Scenes) else index
+        if annotation.shape != image.shape[1:]:
+            raise UserError(f"the annotation {name} is {tuple(annotation.shape)}, its image {tuple(image.shape[1:])}", everywhere=True)
+        if annotation.max() > self.classes:
+            raise UserError(f"the annotation {name} has class {annotation.max()}, but --classes is {self.classes}", everywhere=True)
+        return image, annotation
+
+    def __getitem__(self, key) -> dict | UserError:
+        try:
+            image, annotation = self.pair(key[1] if isinstance(key, tuple) else key)
+        except UserError as error:
+            return error
+        if not isinstance(key, tuple):
+            return dict(image=TF.resize(image, self.crop, interpolation=InterpolationMode.BICUBIC, antialias=True), annotation=annotation)
+        rng = np.random.default_rng((self.seed, *key))
+        transform = v2.Compose([
+            v2.Resize(max(1, round(self.crop * rng.uniform(0.5, 2))), antialias=True),
+            v2.RandomCrop(self.crop, pad_if_needed=True, fill={tv_tensors.Image: 127, tv_tensors.Mask: 0}),
+            v2.RandomHorizontalFlip(), v2.RandomPhotometricDistort()])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(rng.integers(2 ** 63)))
+            image, annotation = transform(tv_tensors.Image(image), tv_tensors.Mask(annotation))
+        return dict(image=image.as_subclass(Tensor), annotation=annotation.as_subclass(Tensor))
 
 
 # ------------------------------------------------------------------------------------------------------------ loaders

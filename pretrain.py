@@ -246,8 +246,7 @@ def main(args: argparse.Namespace):
     bar = tqdm(range(first, last), initial=first, total=last, desc="pretrain", unit="step", disable=not common.is_first())
     for step in bar:
         lr = common.learning_rate(step, steps, warmup, args.lr, args.min_lr)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        common.set_rate(optimizer, lr)
         common.seed_everything(args.seed, step, rank)                               # drop path
 
         if args.balance == "rlw":
@@ -312,7 +311,7 @@ def train_demo_teacher(args: argparse.Namespace):
         finetune.main(finetune.parse_args([
             "--data", args.data, "--out", str(Path(args.teacher).parent), "--model", args.model, "--image-size",
             str(args.image_size), "--patch-size", str(args.patch_size), "--epochs", "6", "--warmup-epochs", "1", "--lr",
-            "2e-3", "--batch-size", "64", "--drop-path", "0", "--amp", args.amp]))
+            "2e-3", "--batch-size", "64", "--drop-path", "0", "--augment", "plain", "--layer-decay", "1", "--amp", args.amp]))
 
 
 def show_demo(args: argparse.Namespace):
