@@ -25,11 +25,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"        # a test that would download fails at 
 import common                             # noqa: E402
 import data                               # noqa: E402
 import finetune                           # noqa: E402
+import linprobe                           # noqa: E402
 import knn                                # noqa: E402
 import losses                             # noqa: E402
 import model                              # noqa: E402
 import pretrain                           # noqa: E402
 import routing                            # noqa: E402
+import segment                            # noqa: E402
 
 # torchvision deprecates its decoders in favour of another package
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities:DeprecationWarning")
@@ -885,7 +887,7 @@ def test_weight_decay_spares_biases_norms_scales_positions_and_tokens():
     assert kinds == {"head.weight", "encoder.patch_embed.proj.weight", *(f"encoder.blocks.i.{name}" for name in (
         "attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight", "mlp.phi", "mlp.w1", "mlp.w2"))}
     groups = common.adamw(student, 1e-3, 0.05, (0.9, 0.95)).param_groups
-    assert [g["weight_decay"] for g in groups] == [0.05, 0] and sum(len(g["params"]) for g in groups) == len(list(student.parameters()))
+    assert sorted(g["weight_decay"] for g in groups) == [0, 0.05] and sum(len(g["params"]) for g in groups) == len(list(student.parameters()))
 
 
 def test_an_update_with_a_gradient_that_is_not_finite_is_skipped_and_counted():
@@ -984,23 +986,25 @@ def test_an_interrupted_run_is_the_run_that_was_never_stopped(toy, tmp_path, fla
     assert (tmp_path / "parts" / "last.pt").read_bytes() == before
 
 
-def test_supervised_training_resumes_to_the_bit_too(photos, tmp_path):
-    flags = [*TOY, "--data", photos, "--epochs", "2", "--warmup-epochs", "1"]
-    finetune.main(finetune.parse_args([*flags, "--out", str(tmp_path / "whole")]))
-    finetune.main(finetune.parse_args([*flags, "--out", str(tmp_path / "parts"), "--max-steps", "3"]))
-    finetune.main(finetune.parse_args([*flags, "--out", str(tmp_path / "parts")]))
+@pytest.mark.parametrize("stage", ("finetune", "linear", "ep"))
+def test_supervised_training_resumes_to_the_bit_too(photos, tmp_path, stage):
+    flags = ["--batch-size", "8", "--amp", "off", "--workers", "0", "--data", photos, "--epochs", "2", "--warmup-epochs", "1"]
+    script, flags = {"finetune": (finetune, flags), "linear": (linprobe, flags), "ep": (linprobe, [*flags, "--probe", "ep"])}[stage]
+    flags = [write_checkpoint(tmp_path / "e2.pt", experts=2), *flags]
+    for out, more in (("whole", []), ("parts", ["--max-steps", "3"]), ("parts", [])):
+        script.main(script.parse_args([*flags, "--out", str(tmp_path / out), *more]))
     equal_states(*(model.load_checkpoint(tmp_path / name / "last.pt") for name in ("whole", "parts")))
 
 
-@pytest.mark.parametrize("flags", ([], ["--balance", "gradnorm", "--gradnorm-lr", "0.2", "--objective", "token_cls_pixel",
-                                        "--encoding", "dense"]))
+@pytest.mark.parametrize("flags", (["--balance", "rlw"], ["--balance", "gradnorm", "--gradnorm-lr", "0.2", "--objective",
+                                                          "token_cls_pixel", "--encoding", "dense"]))
 def test_one_process_and_two_follow_the_same_curve(toy, tmp_path, flags):
     toy += ["--drop-path", "0", *flags]
     one, one_log = train([*toy, "--out", str(tmp_path / "one")])
     torchrun(2, "pretrain.py", *toy, "--out", str(tmp_path / "two"), "--micro-batch", "2")
     two = model.load_checkpoint(tmp_path / "two" / "last.pt")
     two_log = [json.loads(line) for line in open(tmp_path / "two" / "log.jsonl")]
-    for key in ("loss", "token", "cls", "grad_norm", *(["objective_weights", "pixel"] if flags else [])):
+    for key in ("loss", "token", "cls", "grad_norm", "objective_weights"):
         assert two_log[-1][key] == pytest.approx(one_log[-1][key], rel=1e-4), key
     for name, value in one["model"].items():
         assert torch.allclose(value, two["model"][name], atol=1e-4), name
@@ -1049,6 +1053,353 @@ def test_without_cuda_fp16_becomes_bf16_in_one_line(capsys):
     args = pretrain.parse_args([])
     assert common.start(args).amp == torch.bfloat16 and args.compile is False
     assert capsys.readouterr().out == "no CUDA device: --amp fp16 becomes bf16\n"
+
+
+# --------------------------------------------------------------------------------------------- finetuning and the probes
+
+@pytest.fixture
+def downstream(photos, tmp_path):
+    """A checkpoint with two experts, and the flags of a run of seconds from it."""
+    return [write_checkpoint(tmp_path / "e2.pt", experts=2), "--data", photos, "--batch-size", "8", "--amp", "off", "--workers", "0",
+            "--epochs", "1", "--warmup-epochs", "0", "--out", str(tmp_path / "run")]
+
+
+def test_layer_decay_is_that_of_a_hand_counted_model():
+    scale = common.layer_scale(4, 0.5)
+    by_hand = {"encoder.patch_embed.proj.weight": 1 / 32, "encoder.pos_embed": 1 / 32, "encoder.cls_token": 1 / 32,
+               "encoder.blocks.0.attn.qkv.weight": 1 / 16, "encoder.blocks.1.mlp.phi": 1 / 8, "encoder.blocks.1.mlp.scale": 1 / 8,
+               "encoder.blocks.1.mlp.w1": 1 / 8, "encoder.blocks.2.ls1.gamma": 1 / 4, "encoder.blocks.3.mlp.b2": 1 / 2,
+               "encoder.norm.weight": 1, "head.weight": 1, "head.bias": 1}
+    assert {name: scale(name) for name in by_hand} == by_hand
+    encoder = model.build_vit("vit_nano", image_size=32, patch_size=8, experts=2)
+    optimizer = common.adamw(finetune.Classifier(encoder, 3, "cls"), 1.0, 0.05, (0.9, 0.999), scale)
+    common.set_rate(optimizer, 0.01)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates[id(encoder.blocks[1].mlp.phi)] == 0.01 / 8 and rates[id(encoder.patch_embed.proj.bias)] == 0.01 / 32
+
+
+@pytest.mark.parametrize("recipe", (["none"], ["fr"], ["fa"], ["fr", "exd"], ["fr", "fa", "exd"], []))
+def test_each_recipe_freezes_exactly_its_parameters(downstream, tmp_path, recipe):
+    finetune.main(finetune.parse_args([*downstream, "--weight-decay", "0.1", *(["--recipe", *recipe] if recipe else [])]))
+    before, after = (model.load_checkpoint(path)["model"] for path in (downstream[0], tmp_path / "run" / "last.pt"))
+    frozen = {name for name in before if torch.equal(before[name], after[name])}
+    recipe = recipe or ["fr", "fa", "exd"]                                      # the default with experts
+    expected = {name for name in before if "fr" in recipe and name.endswith((".phi", "mlp.scale")) or "fa" in recipe and ".attn." in name}
+    assert frozen == expected
+    state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["optimizer"]
+    assert len(state["state"]) == len(after) - len(expected)                    # frozen parameters have left the optimizer
+
+
+def test_frozen_parameters_get_no_gradient_and_exd_is_in_the_model():
+    encoder = model.build_vit("vit_nano", image_size=32, patch_size=8, experts=2, expert_dropout=0.4)
+    common.freeze(encoder, ["fr", "fa"])
+    encoder(torch.rand(2, 3, 32, 32))[0].sum().backward()
+    for name, p in encoder.named_parameters():
+        assert (p.grad is None) == (name.endswith((".phi", "mlp.scale")) or ".attn." in name), name
+    assert encoder.blocks[1].mlp.dropout == 0.4
+
+
+def test_recipes_without_experts_are_ignored_in_one_line(photos, teacher, tmp_path, capsys):
+    flags = ["--data", photos, "--batch-size", "8", "--amp", "off", "--workers", "0", "--epochs", "1", "--warmup-epochs", "0"]
+    finetune.main(finetune.parse_args([teacher, *flags, "--recipe", "fr", "fa", "exd", "--out", str(tmp_path / "run")]))
+    assert f"{teacher} has no experts: --recipe fr exd is ignored" in capsys.readouterr().out
+    after, before = model.load_checkpoint(tmp_path / "run" / "last.pt")["model"], model.load_checkpoint(teacher)["model"]
+    assert all(torch.equal(before[name], after[name]) == (".attn." in name) for name in before)
+    assert "none stands alone" in refusal(capsys, finetune, teacher, *flags, "--recipe", "none", "fr", "--out", str(tmp_path / "no"))
+
+
+@pytest.mark.parametrize("probe", ("linear", "ep"))
+def test_probes_leave_the_encoder_alone(downstream, monkeypatch, tmp_path, probe):
+    encoders = []
+    load = linprobe.load_encoder
+    monkeypatch.setattr(linprobe, "load_encoder", lambda path: encoders.append(load(path)) or encoders[-1])
+    linprobe.main(linprobe.parse_args([*downstream, "--probe", probe]))
+    encoder, = encoders
+    before = model.load_checkpoint(downstream[0])["model"]
+    assert all(torch.equal(before[f"encoder.{name}"], value) for name, value in encoder.state_dict().items())
+    assert not encoder.training and all(p.grad is None and not p.requires_grad for p in encoder.parameters())
+    assert not any(name.startswith("encoder") for name in model.load_checkpoint(tmp_path / "run" / "last.pt")["model"])
+
+
+def test_efficient_probing_is_one_query_a_slice():
+    probe, tokens = linprobe.EfficientProbe(64, 3).eval(), torch.randn(2, 6, 64)
+    nn.init.normal_(probe.queries), nn.init.normal_(probe.value.bias)
+    probe.norm.running_mean.normal_(), probe.norm.running_var.uniform_(0.5, 2)
+    for b in range(2):
+        pooled = []
+        for q in range(32):
+            scores = [(tokens[b, 1 + n] @ probe.queries[q]).item() / 8 for n in range(5)]      # [CLS] is left out
+            weights = [math.exp(s) / sum(math.exp(x) for x in scores) for s in scores]
+            values = sum(w * probe.value(tokens[b, 1 + n]) for n, w in enumerate(weights))
+            pooled += values[2 * q:2 * q + 2].tolist()
+        normed = (torch.tensor(pooled) - probe.norm.running_mean) / (probe.norm.running_var + 1e-5).sqrt()
+        assert torch.allclose(probe(tokens)[b], probe.head(normed), atol=1e-5)
+
+
+def test_strong_supervision_mixes_targets_that_sum_to_one(downstream, monkeypatch):
+    targets, plain = [], F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda logits, target, **kwargs: targets.append((target, kwargs)) or plain(logits, target, **kwargs))
+    finetune.main(finetune.parse_args(downstream))
+    assert len(targets) == 4 and all(t.shape == (8, 4) and torch.allclose(t.sum(1), torch.ones(8)) for t, _ in targets)
+    assert any(((t > 0) & (t < 1)).any() for t, _ in targets) and all(k == {"label_smoothing": 0.1} for _, k in targets)
+
+
+def test_strong_views_are_a_function_of_seed_epoch_and_index(photos):
+    images = data.Folder(photos, "train")
+    strong, plain = (data.TrainViews(images, 32, 42, strong=s) for s in (True, False))
+    torch.manual_seed(1)
+    state, first = torch.get_rng_state(), [strong[0, i]["image"] for i in range(32)]
+    assert torch.equal(torch.get_rng_state(), state)                            # torch's own generator is left alone
+    assert all(torch.equal(a, strong[0, i]["image"]) for i, a in enumerate(first))
+    assert sum(not torch.equal(a, plain[0, i]["image"]) for i, a in enumerate(first)) > 24
+    assert (strong[0, 3]["jitter"] == 1).all()
+    rng, shares = np.random.default_rng(0), []
+    for _ in range(400):
+        erased = data.random_erasing(rng, torch.full((3, 40, 40), 255, dtype=torch.uint8))
+        shares.append((erased != 255).any(0).float().mean().item())
+    assert 0.18 < np.mean([s > 0 for s in shares]) < 0.32 and max(shares) < 0.36
+
+
+def test_top_1_and_top_5_count_each_image_once():
+    logits = torch.eye(8)[[0, 1, 2, 3]] + torch.arange(8) * 0.01
+    batches = [dict(image=torch.zeros(2, 3, 8, 8), label=torch.tensor(labels)) for labels in ([0, 7], [0, 3])]
+    parts = iter(logits.split(2))
+    process = common.Process(0, 1, torch.device("cpu"), None)
+    assert finetune.accuracy(lambda images: next(parts), batches, process) == (50.0, 75.0)
+
+
+@pytest.mark.parametrize("stage", ("finetune", "linear", "ep"))
+def test_eight_images_are_learned_by_heart(photos, tmp_path, stage):
+    for split in ("train", "val"):
+        for i in range(8):
+            folder = tmp_path / split / f"class_{i}"
+            folder.mkdir(parents=True)
+            (folder / "0.jpg").symlink_to(Path(photos, "train", f"class_{i // 2}", f"{i}.jpg"))
+    script, flags = {"finetune": (finetune, ["--layer-decay", "1", "--drop-path", "0", "--recipe", "none"]), "linear": (linprobe, []),
+                     "ep": (linprobe, ["--probe", "ep"])}[stage]
+    top1, top5 = script.main(script.parse_args([
+        write_checkpoint(tmp_path / "e2.pt", experts=2), "--data", str(tmp_path), "--batch-size", "8", "--amp", "off", "--workers", "0",
+        "--epochs", "150", "--warmup-epochs", "5", "--lr", "0.003" if stage == "finetune" else "0.05", "--augment", "plain", "--save-every", "30",
+        "--out", str(tmp_path / "run"), *flags]))
+    assert top1 >= 87.5 and top5 == 100
+
+
+def test_evaluation_alone_gives_the_best_epochs_numbers_in_one_process_and_in_two(downstream, capsys):
+    best = finetune.main(finetune.parse_args([*downstream, "--epochs", "3", "--save-every", "1"]))
+    capsys.readouterr()
+    assert finetune.main(finetune.parse_args([*downstream, "--epochs", "3", "--eval-only"])) == best
+    line = capsys.readouterr().out
+    assert re.search(r"best.pt: top-1 \d+\.\d\d%, top-5 \d+\.\d\d%\n$", line)
+    assert torchrun(2, "finetune.py", *downstream, "--epochs", "3", "--eval-only") == line
+
+
+def test_the_mean_patch_token_is_pooled_where_asked():
+    encoder, images = model.build_vit("vit_nano", image_size=32, patch_size=8).eval(), torch.rand(2, 3, 32, 32)
+    tokens = encoder(images)[0]
+    for pool, expected in (("cls", tokens[:, 0]), ("mean", tokens[:, 1:].mean(1))):
+        classifier = finetune.Classifier(encoder, 3, pool)
+        assert torch.allclose(classifier(images), classifier.head(expected))
+
+
+# -------------------------------------------------------------------------------------------------------- segmentation
+
+@pytest.fixture(scope="session")
+def scenes(tmp_path_factory):
+    """Eight training and three validation photographs with a class for each pixel, in ADE20K's layout: 11 classes."""
+    root = tmp_path_factory.mktemp("scenes")
+    for split, name, count in (("train", "training", 8), ("val", "validation", 3)):
+        for kind in ("images", "annotations"):
+            (root / kind / name).mkdir(parents=True)
+        for i in range(count):
+            shapes = data.Shapes(split, 72)
+            Image.fromarray(shapes[i][0].permute(1, 2, 0).numpy()[:, :60 + 2 * i]).save(root / "images" / name / f"{i}.jpg", quality=95)
+            Image.fromarray(shapes.annotation(i).numpy()[:, :60 + 2 * i]).save(root / "annotations" / name / f"{i}.png")
+    return str(root)
+
+
+def segmentation(scenes, tmp_path, *more):
+    path = tmp_path / "e2.pt"
+    return [str(path) if path.exists() else write_checkpoint(path, experts=2), "--data", scenes, "--classes", "11", "--crop-size", "48", "--width", "16",
+            "--batch-size", "4", "--iterations", "4", "--warmup-iterations", "1", "--amp", "off", "--workers", "0", "--out",
+            str(tmp_path / "run"), *more]
+
+
+@pytest.mark.parametrize("grid", (1, 3, 7, 8))
+def test_upernet_gives_a_quarter_of_the_patch_stride_at_any_size(grid):
+    decoder = segment.UperNet(8, 5, 16).eval()
+    logits, auxiliary = decoder([torch.randn(2, 8, grid, grid) for _ in range(4)])
+    assert logits.shape == (2, 5, 4 * grid, 4 * grid) and auxiliary.shape == (2, 5, grid, grid)
+
+
+def test_features_come_from_blocks_3_5_7_and_11_before_the_norm():
+    assert segment.feature_blocks(12) == [3, 5, 7, 11] and segment.feature_blocks(24) == [7, 11, 15, 23]
+    assert segment.feature_blocks(4) == [0, 1, 2, 3]
+    vit, images = model.build_vit("vit_nano", image_size=32, patch_size=8, experts=2).eval(), torch.rand(2, 3, 32, 32)
+    maps = vit.intermediate(images, [1, 3])
+    assert maps[0].shape == (2, 96, 4, 4)
+    assert torch.allclose(vit.norm(maps[1].flatten(2).transpose(1, 2)), vit(images)[0][:, 1:], atol=1e-5)
+
+
+def test_sliding_windows_of_a_pointwise_model_are_the_whole_image():
+    for height, width in ((12, 31), (12, 12), (29, 17)):
+        images = torch.randn(1, 3, height, width)
+        weight = torch.randn(5, 3, 1, 1)
+        windows = segment.sliding_window(lambda x: F.conv2d(x, weight), images, 12, 8)
+        assert torch.allclose(windows, F.conv2d(images, weight), atol=1e-5)
+
+
+def test_scores_of_a_hand_counted_case():
+    annotation = torch.tensor([[1, 1, 1, 2], [2, 2, 0, 0], [4, 4, 4, 4]])         # 0 is ignored; class 3 and 5 are nowhere
+    predicted = torch.tensor([[0, 0, 1, 1], [1, 0, 4, 2], [3, 3, 3, 0]])
+    matrix = segment.confusion(predicted, annotation, 5)
+    assert matrix.sum() == 10 and matrix[0].tolist() == [2, 1, 0, 0, 0] and matrix[3].tolist() == [1, 0, 0, 3, 0]
+    ious = [2 / 5, 2 / 4, 3 / 4]                    # class 1: 2 hits, 3 true, 4 predicted; 2: 2, 3, 3; 4: 3, 4, 3
+    accuracies = [2 / 3, 2 / 3, 3 / 4]
+    result = segment.scores(matrix)
+    assert result["miou"] == pytest.approx(100 * sum(ious) / 3) and result["mean_accuracy"] == pytest.approx(100 * sum(accuracies) / 3)
+    assert result["pixel_accuracy"] == pytest.approx(70)
+
+
+def test_scene_views_move_image_and_annotation_together(tmp_path):
+    for kind in ("images", "annotations"):
+        (tmp_path / kind / "training").mkdir(parents=True)
+    annotation = np.ones((60, 80), dtype=np.uint8)
+    annotation[20:45, 30:70] = 2                                                  # class 2 is white, class 1 black
+    Image.fromarray(annotation).save(tmp_path / "annotations" / "training" / "0.png")
+    Image.fromarray((annotation == 2).astype(np.uint8) * 255).convert("RGB").save(tmp_path / "images" / "training" / "0.jpg", quality=100)
+    views = data.SceneViews(data.Scenes(str(tmp_path), "training"), 40, 2, seed=3)
+    seen = set()
+    for epoch in range(40):
+        view = views[epoch, 0]
+        again = views[epoch, 0]
+        assert view["image"].shape == (3, 40, 40) and torch.equal(view["image"], again["image"]) and torch.equal(view["annotation"], again["annotation"])
+        bright, classes = view["image"].float().mean(0), view["annotation"]
+        seen |= set(classes.unique().tolist())
+        if (classes == 1).sum() > 50 and (classes == 2).sum() > 50:
+            assert bright[classes == 2].mean() > bright[classes == 1].mean() + 40
+    assert seen == {0, 1, 2}                                                      # 0 is what padding adds
+    whole = data.SceneViews(data.Scenes(str(tmp_path), "training"), 40, 2)[0]
+    assert whole["image"].shape == (3, 40, 53) and whole["annotation"].shape == (60, 80)
+
+
+def test_segmentation_trains_with_the_papers_recipe_resumes_to_the_bit_and_evaluates_alone(scenes, tmp_path, capsys):
+    whole = segment.main(segment.parse_args(segmentation(scenes, tmp_path)))
+    printed = capsys.readouterr().out
+    assert re.search(r"best mIoU \d+\.\d\d%, mean accuracy \d+\.\d\d%, pixel accuracy \d+\.\d\d%\n$", printed)
+    before, after = (model.load_checkpoint(path)["model"] for path in (tmp_path / "e2.pt", tmp_path / "run" / "last.pt"))
+    frozen = {name for name in before if torch.equal(before[name], after[name])}
+    unused = {"encoder.norm.weight", "encoder.norm.bias"}
+    recipe = {name for name in before if name.endswith((".phi", "mlp.scale")) or ".attn." in name}
+    assert recipe <= frozen and not (frozen - recipe - unused - {"encoder.pos_embed"})
+    assert Image.open(tmp_path / "run" / "segmentation.png").size == (3 * 256, 3 * 192)
+    for stop in (["--max-steps", "2"], []):
+        parts = segment.main(segment.parse_args(segmentation(scenes, tmp_path, "--out", str(tmp_path / "parts"), *stop)))
+    equal_states(*(model.load_checkpoint(tmp_path / name / "last.pt") for name in ("run", "parts")))
+    capsys.readouterr()
+    assert segment.main(segment.parse_args(segmentation(scenes, tmp_path, "--eval-only"))) == whole
+    alone = capsys.readouterr().out
+    assert torchrun(2, "segment.py", *segmentation(scenes, tmp_path, "--eval-only")) == alone
+
+
+def test_two_processes_train_segmentation(scenes, tmp_path):
+    assert "best mIoU" in torchrun(2, "segment.py", *segmentation(scenes, tmp_path, "--recipe", "none"))
+
+
+def test_segmentation_learns_eight_images_by_heart(scenes, tmp_path):
+    same = tmp_path / "same"
+    for kind in ("images", "annotations"):
+        (same / kind).mkdir(parents=True)
+        for split in ("training", "validation"):
+            (same / kind / split).symlink_to(Path(scenes, kind, "training"))
+    result = segment.main(segment.parse_args([*segmentation(str(same), tmp_path), "--iterations", "250", "--batch-size", "8", "--lr", "0.002",
+                                              "--layer-decay", "1", "--recipe", "none", "--drop-path", "0", "--width", "32"]))
+    assert result["pixel_accuracy"] > 93 and result["miou"] > 60
+
+
+def test_bad_segmentation_input_is_named(scenes, tmp_path, capsys):
+    for flags, expected in ((["--crop-size", "50"], "--crop-size 50 is not a multiple of the patch size 8"),
+                            (["--warmup-iterations", "9"], "--warmup-iterations 9 leaves nothing of --iterations 4"),
+                            (["--micro-batch", "1"], "--micro-batch 1: UperNet's BatchNorm needs at least 2 images"),
+                            (["--classes", "5"], "but --classes is 5"), (["--data", str(tmp_path)], "expected ADE20K's layout"),
+                            (["--eval-only"], "--eval-only: there is no checkpoint")):
+        assert expected in refusal(capsys, segment, *segmentation(scenes, tmp_path, *flags)), flags
+    for kind in ("images", "annotations"):
+        for split in ("training", "validation"):
+            (tmp_path / kind / split).mkdir(parents=True)
+    for split in ("training", "validation"):
+        for i in range(4):
+            Image.new("RGB", (20, 30)).save(tmp_path / "images" / split / f"{i}.jpg")
+    for make, expected in ((lambda path: Image.new("L", (20, 31)).save(path), "is (31, 20), its image (30, 20)"),
+                           (lambda path: Image.new("RGB", (20, 30)).save(path), "has mode RGB; expected one 8-bit class"),
+                           (lambda path: path.write_bytes(b"nothing"), "cannot read the annotation")):
+        for i in range(4):
+            make(tmp_path / "annotations" / "training" / f"{i}.png")
+        assert expected in refusal(capsys, segment, *segmentation(str(tmp_path), tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------- other people's weights
+
+def test_plain_vit_state_dicts_load(tmp_path):
+    import timm
+    images = torch.rand(1, 3, 224, 224)
+    for options, wrap in ((dict(init_values=0.1), lambda s: s), (dict(), lambda s: {"model": s}),
+                          (dict(), lambda s: {"state_dict": {f"module.{k}": v for k, v in s.items()}})):
+        theirs = timm.create_model("vit_tiny_patch16_224", num_classes=5, **options).eval()
+        torch.save(wrap({**theirs.state_dict(), "decoder_pos_embed": torch.zeros(1)}), tmp_path / "timm.pt")
+        encoder = model.load_encoder(tmp_path / "timm.pt").eval()
+        assert torch.allclose(encoder(images)[0], theirs.forward_features(images), atol=1e-4)
+
+
+def release_checkpoint(encoder, head):
+    """Our encoder in the words of the authors' release."""
+    state = {}
+    for name, value in encoder.state_dict().items():
+        name = name.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2")
+        if name.endswith("qkv.bias"):
+            state[name.replace("qkv.bias", "q_bias")], _, state[name.replace("qkv.bias", "v_bias")] = value.chunk(3)
+        elif re.search(r"mlp\.[wb][12]$", name):
+            for j, part in enumerate(value):
+                kind = "weight" if name[-2] == "w" else "bias"
+                state[f"{name[:-2]}experts.{j}.fc{name[-1]}.{kind}"] = part.T.contiguous() if kind == "weight" else part
+        else:
+            state[name] = value
+    state |= {f"distill_head.{k}": v for k, v in head.state_dict().items()}
+    return {f"student.{k}": v for k, v in state.items()} | {"teacher.cls_token": torch.zeros(1)}
+
+
+@pytest.mark.parametrize("prefix", ("", "module."))
+def test_checkpoints_of_the_authors_release_load(tmp_path, prefix):
+    encoder, head = model.ViT(32, 8, dim=128, depth=4, heads=2, experts=3).eval(), nn.Linear(128, 16)
+    for name, p in encoder.named_parameters():
+        p.data.add_(0.05 * torch.randn_like(p))
+        if name.endswith("qkv.bias"):
+            p.data[128:256] = 0                                                 # the release's keys have no bias
+    state = {prefix + name: value for name, value in release_checkpoint(encoder, head).items()}
+    torch.save({"model": state, "config": {"lr": 1e-3}}, tmp_path / "release.pt")
+    loaded, images = model.load_encoder(tmp_path / "release.pt").eval(), torch.rand(2, 3, 32, 32)
+    assert torch.allclose(loaded(images)[0], encoder(images)[0], atol=1e-6) and loaded.moe_blocks == [1, 3]
+    assert torch.equal(model.load_checkpoint(tmp_path / "release.pt")["model"]["head.weight"], head.weight)
+
+
+def test_a_release_checkpoint_with_a_pickled_config_is_refused_with_a_way_to_convert_it(tmp_path):
+    import argparse
+    path, converted = tmp_path / "config.pt", tmp_path / "converted.pt"
+    encoder = model.ViT(32, 8, dim=128, depth=2, heads=2, experts=2)
+    torch.save({"model": release_checkpoint(encoder, nn.Linear(128, 4)), "config": argparse.Namespace(lr=1)}, path)
+    with pytest.raises(ValueError, match="could run code when read") as refused:
+        model.load_encoder(path)
+    command = re.search(r'python -c "(.*)"', str(refused.value)).group(1)
+    subprocess.run([sys.executable, "-c", command], cwd=tmp_path, check=True)    # the advice works as it is printed
+    assert model.load_encoder(converted).moe_blocks == [1]
+
+
+def test_files_that_are_no_vit_say_what_is_missing(tmp_path):
+    vit = model.build_vit("vit_tiny", image_size=32).state_dict()
+    for state, expected in (({"weight": torch.zeros(1)}, "it lacks patch_embed.proj.weight"), ([1, 2], "it is no dict of tensors"),
+                            ({k: v for k, v in vit.items() if k != "blocks.3.norm1.bias"}, "blocks.3.norm1.bias is missing")):
+        torch.save(state, tmp_path / "x.pt")
+        with pytest.raises(ValueError, match=expected):
+            model.load_encoder(tmp_path / "x.pt")
 
 
 # --------------------------------------------------------------------------------------------------------------- k-NN
@@ -1442,7 +1793,7 @@ def test_batches_must_divide_among_processes():
     assert common.sizes(args, 4, 1281167) == (256, 4, 312) and common.sizes(args, 1, 1281167) == (256, 16, 312)
 
 
-@pytest.mark.parametrize("script", (pretrain, finetune, knn, routing))
+@pytest.mark.parametrize("script", (pretrain, finetune, linprobe, segment, knn, routing))
 def test_every_script_has_help(script, capsys):
     with pytest.raises(SystemExit) as stop:
         script.parse_args(["--help"])
