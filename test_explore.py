@@ -1301,8 +1301,11 @@ def test_segmentation_trains_with_the_papers_recipe_resumes_to_the_bit_and_evalu
     assert torchrun(2, "segment.py", *segmentation(scenes, tmp_path, "--eval-only")) == alone
 
 
-def test_two_processes_train_segmentation(scenes, tmp_path):
-    assert "best mIoU" in torchrun(2, "segment.py", *segmentation(scenes, tmp_path, "--recipe", "none"))
+def test_two_processes_train_segmentation_and_evaluate_with_the_same_statistics(scenes, tmp_path):
+    flags = segmentation(scenes, tmp_path, "--recipe", "none", "--lr", "0.01")
+    printed = torchrun(2, "segment.py", *flags).split("best ")[1]
+    alone = segment.main(segment.parse_args([*flags, "--eval-only"]))     # BatchNorm's are those of the first process
+    assert segment.summary(alone) + "\n" == printed
 
 
 def test_segmentation_learns_eight_images_by_heart(scenes, tmp_path):
@@ -1378,6 +1381,7 @@ def test_checkpoints_of_the_authors_release_load(tmp_path, prefix):
     torch.save({"model": state, "config": {"lr": 1e-3}}, tmp_path / "release.pt")
     loaded, images = model.load_encoder(tmp_path / "release.pt").eval(), torch.rand(2, 3, 32, 32)
     assert torch.allclose(loaded(images)[0], encoder(images)[0], atol=1e-6) and loaded.moe_blocks == [1, 3]
+    assert not loaded.blocks[0].attn.qkv.bias[128:256].any()
     assert torch.equal(model.load_checkpoint(tmp_path / "release.pt")["model"]["head.weight"], head.weight)
 
 
