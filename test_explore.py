@@ -1408,16 +1408,17 @@ def test_files_that_are_no_vit_say_what_is_missing(tmp_path):
 
 # --------------------------------------------------------------------------------------------------------------- k-NN
 
-def test_knn_is_the_weighted_vote_of_the_nearest():
+@pytest.mark.parametrize("temperature", (0.07, 5.0))             # at 5.0 all neighbours count nearly alike: one more would show
+def test_knn_is_the_weighted_vote_of_the_nearest(temperature):
     bank, queries = (F.normalize(torch.randn(n, 8), dim=1) for n in (60, 30))
     labels = torch.randint(0, 4, (60,))
     expected = []
     for query in queries:
         near = sorted(range(60), key=lambda i: -(query @ bank[i]).item())[:7]
-        votes = [sum(math.exp((query @ bank[i]).item() / 0.07) for i in near if labels[i] == c) for c in range(4)]
+        votes = [sum(math.exp((query @ bank[i]).item() / temperature) for i in near if labels[i] == c) for c in range(4)]
         expected.append(votes.index(max(votes)))
     for chunks in ((4096, 65536), (7, 5), (30, 13)):            # in pieces as in one
-        assert knn.classify(queries, bank, labels, 4, 7, 0.07, *chunks).tolist() == expected
+        assert knn.classify(queries, bank, labels, 4, 7, temperature, *chunks).tolist() == expected
 
 
 def test_knn_finds_its_own_images_and_prints_the_best(photos, teacher, tmp_path, capsys):
