@@ -54,7 +54,7 @@ def run(main, args: argparse.Namespace):
             dist.destroy_process_group()
 
 
-def add_common_flags(parser: argparse.ArgumentParser, batch_size: int, seed: bool = True,
+def add_common_flags(parser: argparse.ArgumentParser, batch_size: int, seed: bool = True, compiles: bool = True,
                      out: str = "default: runs/NAME, made of the flags that matter"):
     group = parser.add_argument_group("input, output, machine")
     group.add_argument("--data", default=os.environ.get("IMAGENET", "data/imagenet"), metavar="FOLDER",
@@ -67,8 +67,11 @@ def add_common_flags(parser: argparse.ArgumentParser, batch_size: int, seed: boo
                        help="loader processes for each training process (default: its share of the cores, at most 8)")
     group.add_argument("--amp", choices=("fp16", "bf16", "off"), default="fp16",
                        help="precision of matrix products (default: %(default)s; without CUDA fp16 becomes bf16)")
-    group.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None,
-                       help="torch.compile: slower to start, faster steps (default: on CUDA)")
+    if compiles:
+        group.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None,
+                           help="torch.compile: slower to start, faster steps (default: on CUDA)")
+    else:
+        parser.set_defaults(compile=False)
     if seed:
         group.add_argument("--seed", type=natural, default=42, help="default: %(default)s")
 

@@ -32,7 +32,7 @@ ROWS, COLUMNS, TILE, GAP, TITLE = 6, 8, 112, 2, 28      # of heatmaps.png: at mo
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="one or two checkpoints with experts")
-    common.add_common_flags(parser, batch_size=64, out="default: that of the first checkpoint")
+    common.add_common_flags(parser, batch_size=64, compiles=False, out="default: that of the first checkpoint")
     parser.add_argument("--images", type=common.positive_int, default=200, metavar="N",
                         help=f"validation images to measure, drawn by --seed; the first {ROWS} become pictures "
                              "(default: %(default)s)")

@@ -1,7 +1,6 @@
 """The tests, as statements about the method. CPU, no network: `python -m pytest -q test_explore.py`"""
 
 import ast
-import io
 import json
 import math
 import os
@@ -1293,7 +1292,7 @@ def test_segmentation_trains_with_the_papers_recipe_resumes_to_the_bit_and_evalu
     assert recipe <= frozen and not (frozen - recipe - unused - {"encoder.pos_embed"})
     assert Image.open(tmp_path / "run" / "segmentation.png").size == (3 * 256, 3 * 192)
     for stop in (["--max-steps", "2"], []):
-        parts = segment.main(segment.parse_args(segmentation(scenes, tmp_path, "--out", str(tmp_path / "parts"), *stop)))
+        segment.main(segment.parse_args(segmentation(scenes, tmp_path, "--out", str(tmp_path / "parts"), *stop)))
     equal_states(*(model.load_checkpoint(tmp_path / name / "last.pt") for name in ("run", "parts")))
     capsys.readouterr()
     assert segment.main(segment.parse_args(segmentation(scenes, tmp_path, "--eval-only"))) == whole
