@@ -437,10 +437,29 @@ def load(views: Dataset, order, workers: int, device: torch.device):
     """Yields `order`'s batches of `views` on `device`. Raises the UserError of an image that cannot be read."""
     loader = DataLoader(views, batch_sampler=order, num_workers=workers, collate_fn=collate,
                         pin_memory=device.type == "cuda", generator=torch.Generator())      # leaves torch's own in peace
+    return copy_ahead(loader, device) if device.type == "cuda" else map(whole, loader)
+
+
+def whole(batch: dict | UserError) -> dict:
+    if isinstance(batch, UserError):
+        raise batch
+    return batch
+
+
+def copy_ahead(loader, device: torch.device):
+    """Yields the loader's pinned batches on a CUDA device, each copied by a stream of its own while the last one computes."""
+    copies, ahead = torch.cuda.Stream(device), None
     for batch in loader:
-        if isinstance(batch, UserError):
-            raise batch
-        yield {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        with torch.cuda.stream(copies):
+            batch = {name: value.to(device, non_blocking=True) for name, value in whole(batch).items()}
+        if ahead:
+            yield ahead
+        torch.cuda.current_stream(device).wait_stream(copies)      # computing waits for the copy, the host for neither
+        for value in batch.values():
+            value.record_stream(torch.cuda.current_stream(device))      # nor may its memory be taken while it is in use
+        ahead = batch
+    if ahead:
+        yield ahead
 
 
 # ---------------------------------------------------------------------------------------------- on the training device

@@ -67,7 +67,8 @@ class SoftMoE(nn.Module):
         """x [B, T, D] -> dispatch and combine weights [B, T, E], in float32 also under autocast."""
         with no_autocast(x.device.type):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
-            logits = self.scale * (F.normalize(x, dim=-1) @ F.normalize(self.phi, dim=0))
+            # the cosine of each token and each column of phi; dividing the products by the length is cheaper than the tokens
+            logits = self.scale * (x @ F.normalize(self.phi, dim=0)) / x.norm(dim=-1, keepdim=True).clamp_min(1e-12)
             dispatch, combine = logits.softmax(dim=1), logits.softmax(dim=2)
             return Routing(dispatch, combine)
 
@@ -83,6 +84,13 @@ class SoftMoE(nn.Module):
 
 # ------------------------------------------------------------------------------------------------- Vision Transformer
 
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v of each head: [B, heads, T, d] each -> the same."""
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16:      # by its definition: PyTorch's fused one takes four times as long here
+        return (q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(-1) @ v
+    return F.scaled_dot_product_attention(q, k, v)
+
+
 class Attention(nn.Module):
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -93,7 +101,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, t, d = x.shape
         q, k, v = self.qkv(x).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, d))
+        return self.proj(attention(q, k, v).transpose(1, 2).reshape(b, t, d))
 
 
 class Mlp(nn.Module):
@@ -111,8 +119,9 @@ class LayerScale(nn.Module):
         super().__init__()
         self.gamma = nn.Parameter(torch.full((dim,), init))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gamma
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        """x [B, T, D], times gamma [D] and drop path's factor of each image, keep [B, 1, 1]."""
+        return x * (self.gamma * keep)
 
 
 class Block(nn.Module):
@@ -126,15 +135,15 @@ class Block(nn.Module):
         self.mlp = SoftMoE(dim, experts, 4 * dim, expert_dropout) if experts else Mlp(dim, 4 * dim)
         self.ls1, self.ls2 = LayerScale(dim, layer_scale), LayerScale(dim, layer_scale)
 
-    def residual(self, branch: Tensor) -> Tensor:
-        """Stochastic depth: drops the whole branch for an image with probability `drop_path` while training."""
-        return branch * F.dropout(branch.new_ones(len(branch), 1, 1), self.drop_path, self.training)
+    def keep(self, x: Tensor) -> Tensor:
+        """Stochastic depth: drops a whole branch for an image with probability `drop_path` while training. -> [B, 1, 1]"""
+        return F.dropout(x.new_ones(len(x), 1, 1), self.drop_path, self.training)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing | None]:
-        x = x + self.residual(self.ls1(self.attn(self.norm1(x))))
+        x = x + self.ls1(self.attn(self.norm1(x)), self.keep(x))
         y = self.mlp(self.norm2(x))
         y, routing = y if isinstance(self.mlp, SoftMoE) else (y, None)
-        return x + self.residual(self.ls2(y)), routing
+        return x + self.ls2(y, self.keep(x)), routing
 
 
 class PatchEmbed(nn.Module):
@@ -260,13 +269,17 @@ def encoder_macs(vit: ViT, tokens: int = 197) -> int:
     """
     macs = 0
     for block in vit.blocks:
-        macs += 4 * tokens * vit.dim ** 2 + 2 * tokens ** 2 * vit.dim               # qkv and proj; q k^T and its v
+        macs += attention_macs(tokens, vit.dim)
         if isinstance(block.mlp, SoftMoE):
             experts, _, hidden = block.mlp.w1.shape
             macs += 3 * tokens * experts * vit.dim + 2 * experts * vit.dim * hidden  # logits, dispatch, combine; MLPs
         else:
             macs += 2 * tokens * vit.dim * block.mlp.fc1.out_features
     return macs
+
+
+def attention_macs(tokens: int, dim: int) -> int:
+    return 4 * tokens * dim ** 2 + 2 * tokens ** 2 * dim                             # qkv and proj; q k^T and its v
 
 
 # ------------------------------------------------------------------------------------------------------------ student
@@ -345,6 +358,7 @@ class Explore(nn.Module):
 class Teacher(nn.Module):
     """A frozen model whose tokens are the targets. Takes images in [0, 1] of any size, gives [B, 1 + N, dim].
 
+    `macs`: multiply-accumulates of one image's pass through its blocks.
     It resizes and normalizes them itself, to its own image size (one patch for each patch of the student), mean and std.
     """
 
@@ -395,6 +409,8 @@ class ClipTeacher(Teacher):
         cfg = visual.preprocess_cfg
         super().__init__(grid * patch_size, visual.conv1.out_channels, cfg["mean"], cfg["std"])
         self.visual = visual
+        self.macs = sum(attention_macs(1 + grid ** 2, self.dim) + 2 * (1 + grid ** 2) * self.dim * block.mlp.c_fc.out_features
+                        for block in visual.transformer.resblocks)
 
     def tokens(self, images: Tensor) -> Tensor:
         last = self.visual.forward_intermediates(images, indices=1, intermediates_only=True, output_fmt="NLC",
@@ -408,7 +424,7 @@ class EncoderTeacher(Teacher):
     def __init__(self, path: str, grid: int):
         encoder = load_encoder(path, grid=grid)
         super().__init__(grid * encoder.patch_size, encoder.dim, IMAGENET_MEAN, IMAGENET_STD)
-        self.encoder = encoder
+        self.encoder, self.macs = encoder, encoder_macs(encoder, 1 + grid ** 2)
 
     def tokens(self, images: Tensor) -> Tensor:
         return self.encoder(images)[0]

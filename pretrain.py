@@ -6,6 +6,8 @@
 
 import argparse
 import contextlib
+import itertools
+import time
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ import data
 from common import UserError
 from losses import (GradNorm, cls_loss, dispatch_entropy, gradients_at, importance_loss, pixel_loss, random_loss_weights,
                     routed_mean, token_loss, variation)
-from model import PRESETS, Explore, Prediction, build_teacher, build_vit, shuffle_visible, take
+from model import PRESETS, Explore, Prediction, build_teacher, build_vit, encoder_macs, shuffle_visible, take
 
 # What --demo sets where no flag says otherwise: small enough for two cores and three minutes
 DEMO = dict(data="shapes", out="runs/demo", model="vit_nano", image_size=48, patch_size=8, teacher="runs/demo-teacher/last.pt",
@@ -76,8 +78,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--gradnorm-lr", type=common.non_negative, default=0.025, metavar="LR", help="default: %(default)s")
     parser.add_argument("--demo", action="store_true",
                         help="small defaults and the whole way: a teacher, pretraining, k-NN, heatmaps; no download")
-    if parser.parse_known_args(argv)[0].demo:
+    parser.add_argument("--bench", type=common.positive_int, metavar="STEPS",
+                        help="time STEPS real steps on drawn images that are already on the device, with all other flags, and "
+                             "save nothing; with --data FOLDER its loader too")
+    known = parser.parse_known_args(argv)[0]
+    if known.demo:
         parser.set_defaults(**DEMO)
+    if known.bench:
+        parser.set_defaults(data=None)      # no folder is needed; where one is given, its loader is timed as well
     args = parser.parse_args(argv)
     args.out = str(common.run_folder("pretrain", args, parser))
     return args
@@ -200,8 +208,8 @@ def main(args: argparse.Namespace):
 
     # data
     grid = args.image_size // args.patch_size
-    images = data.open_images(args.data, "train", args.image_size)
-    micro_batch, micro_steps, epoch_steps = common.sizes(args, world, len(images))
+    images = data.open_images(args.data or "shapes", "train", args.image_size)
+    micro_batch, micro_steps, epoch_steps = common.sizes(args, world, len(images) if args.data else args.batch_size)
     steps, warmup = common.schedule(args, epoch_steps)
 
     # models
@@ -210,7 +218,7 @@ def main(args: argparse.Namespace):
     except ValueError as error:
         raise UserError(f"--teacher {args.teacher}: {error}") from error
     folder = Path(args.out)
-    state = common.open_run(folder, args, epoch_steps)
+    state = None if args.bench else common.open_run(folder, args, epoch_steps)
     common.seed_everything(args.seed)
     encoder = build_vit(args.model, image_size=args.image_size, patch_size=args.patch_size, experts=args.experts,
                         moe_blocks=args.moe_blocks, drop_path=args.drop_path)
@@ -224,7 +232,7 @@ def main(args: argparse.Namespace):
     if state and gradnorm:
         gradnorm.state = {name: value.to(device) for name, value in state["gradnorm"].items()}
     description = dict(encoder=encoder.config, args=common.plain(vars(args)))      # what rebuilds the model from a file
-    if not state:
+    if not state and not args.bench:
         common.save(folder / "epoch_0000.pt", model=student.state_dict(), step=0, **description)
 
     objective = objectives
@@ -241,6 +249,10 @@ def main(args: argparse.Namespace):
     views = data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio)
     order = data.TrainOrder(len(images), args.batch_size, micro_batch, args.seed, first, last, rank, world)
     batches = data.load(views, order, args.workers, device)
+    lap = lambda step, part: None
+    if args.bench:
+        last, lap = WARM_UP + args.bench, common.Laps(device)
+        batches = itertools.repeat(next(data.load(views, [[(0, i % 32) for i in range(micro_batch)]], 0, device)))
     visible, sparse = grid ** 2 - int(args.mask_ratio * grid ** 2), args.encoding == "sparse"
     log = common.Log(folder / "log.jsonl", first, world)
     bar = tqdm(range(first, last), initial=first, total=last, desc="pretrain", unit="step", disable=not common.is_first())
@@ -250,7 +262,7 @@ def main(args: argparse.Namespace):
         common.seed_everything(args.seed, step, rank)                               # drop path
 
         if args.balance == "rlw":
-            weights = random_loss_weights(len(weights), args.seed, step).to(device)
+            weights = random_loss_weights(len(weights), args.seed, step).to(device, non_blocking=True)
         elif gradnorm:
             weights, shared = gradnorm.weights.clone(), []
 
@@ -259,9 +271,11 @@ def main(args: argparse.Namespace):
             mask, pixels = batch["mask"], data.augment(batch)                       # [B, N], [B, 3, S, S] in [0, 1]
             ids_keep, ids_restore = shuffle_visible(mask, batch["noise"], visible) if sparse else (None, None)
             last_micro = micro_step == micro_steps - 1
+            lap(step, "input")
+            with torch.no_grad():
+                targets = teacher(pixels)                                           # [B, 1 + N, Dt]
+            lap(step, "teacher")
             with contextlib.nullcontext() if world == 1 or last_micro else model.no_sync():
-                with torch.no_grad():
-                    targets = teacher(pixels)                                       # [B, 1 + N, Dt]
                 with process.autocast():
                     pred = model(data.normalize(pixels), mask, ids_keep, ids_restore)
                 losses, regularizers, metrics = objective(args, entropy_weights, pred, targets, pixels, mask, ids_keep)
@@ -271,6 +285,7 @@ def main(args: argparse.Namespace):
                 loss = (weights * losses).sum() + regularizers
                 scaler.scale(loss / micro_steps).backward()
             log.add(metrics | {"loss": loss.detach()})
+            lap(step, "student")
 
         norm, skip = common.update(optimizer, scaler, args.clip_grad)
         skipped += skip
@@ -280,6 +295,9 @@ def main(args: argparse.Namespace):
             gradnorm.update(shared[:, 0], shared[:, 1:].norm(dim=1))
         if args.balance != "static":
             log.add({"objective_weights": weights})
+        lap(step, "student")
+        if args.bench:
+            continue
 
         done = step + 1
         saves = done % (args.save_every * epoch_steps) == 0 or done == last
@@ -296,10 +314,42 @@ def main(args: argparse.Namespace):
             if done % epoch_steps == 0:
                 common.save(folder / f"epoch_{done // epoch_steps:04d}.pt", model=student.state_dict(), step=done, **description)
             log.restart_clock()
+    if args.bench:
+        macs = 3 * encoder_macs(encoder, 1 + (visible if sparse else grid ** 2)) + teacher.macs      # backward is two forwards
+        return report_bench(args, process, lap.medians(WARM_UP), macs, views, micro_batch)
     if common.is_first():
         print(f"{folder / 'last.pt'}: step {max(first, last)} of {steps}")
     if args.demo:
         show_demo(args)
+
+
+# -------------------------------------------------------------------------------------------------------------- bench
+
+WARM_UP = 3      # steps that are not timed: they compile, choose kernels, fetch memory
+
+
+def report_bench(args: argparse.Namespace, process: common.Process, spent: dict[str, float], macs: int, views: data.TrainViews,
+                 micro_batch: int):
+    """Prints one line of medians. `spent` in ms, `macs` of one image: the blocks' alone, forward and backward.
+
+    Times, TFLOP/s and memory are those of each process, images/s of all together.
+    """
+    flops = 2 * macs * args.batch_size / process.world / (spent["step"] / 1000)
+    if common.is_first():
+        print(f"teacher {spent['teacher']:.1f} ms | student {spent['student']:.1f} ms | "
+              f"{1000 * args.batch_size / spent['step']:.0f} images/s | {flops / 1e12:.1f} TFLOP/s | "
+              f"{common.peak_memory(process.device):.1f} GiB", flush=True)
+    if args.data:
+        workers, order = max(1, args.workers), data.TrainOrder(len(views.images), micro_batch, micro_batch, args.seed, 0, 10 ** 9)
+        batches = data.load(views, order, args.workers, process.device)
+        for _ in range(3 * workers):      # what they work on ahead does not count
+            next(batches)
+        start = time.perf_counter()
+        for _ in range(5 * workers):
+            next(batches)
+        rate = 5 * micro_batch / (time.perf_counter() - start)
+        if common.is_first():
+            print(f"loader {rate:.0f} images/s per worker, {workers} of them", flush=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- demo

@@ -32,6 +32,7 @@ import pretrain                           # noqa: E402
 import routing                            # noqa: E402
 import segment                            # noqa: E402
 
+warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)       # bench and slow are this file's own
 # torchvision deprecates its decoders in favour of another package
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities:DeprecationWarning")
 HERE = Path(__file__).parent
@@ -49,6 +50,14 @@ def randn(*shape, **kwargs):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def only_where_asked_for(request):
+    """Benchmarks and long checks run with `-m bench` and `-m slow` alone."""
+    for mark in ("bench", "slow"):
+        if request.node.get_closest_marker(mark) and mark not in request.config.getoption("markexpr"):
+            pytest.skip(f"-m {mark}")
 
 
 @pytest.fixture(scope="session")
@@ -628,9 +637,14 @@ def test_dense_encoding_replaces_masked_patches_before_the_position_embedding():
 def test_drop_path_rises_with_depth_drops_per_image_and_keeps_the_expectation():
     vit = model.build_vit("vit_nano", image_size=32, patch_size=8, drop_path=0.3)
     assert [round(block.drop_path, 6) for block in vit.blocks] == [0, 0.1, 0.2, 0.3]
-    branch = vit.blocks[3].residual(torch.ones(4000, 2, 3))
-    assert set(branch.flatten(1).std(1).tolist()) == {0} and branch.mean().item() == pytest.approx(1, abs=0.05)
-    assert torch.equal(vit.blocks[3].eval().residual(torch.ones(5, 2, 3)), torch.ones(5, 2, 3))
+    keep = vit.blocks[3].keep(torch.ones(4000, 2, 3))
+    assert keep.shape == (4000, 1, 1) and set(keep.unique().tolist()) == {0, torch.tensor(1 / (1 - 0.3)).item()}
+    assert keep.mean().item() == pytest.approx(1, abs=0.05)
+    assert torch.equal(vit.blocks[3].eval().keep(torch.ones(5, 2, 3)), torch.ones(5, 1, 1))
+    block, x = vit.blocks[3].eval(), torch.rand(2, 17, 96)
+    assert not torch.equal(block(x)[0], x)
+    block.keep = lambda x: torch.tensor([0.0, 1.0]).view(2, 1, 1)           # of the first image, both branches are dropped
+    assert torch.equal(block(x)[0][0], x[0]) and not torch.equal(block(x)[0][1], x[1])
 
 
 @pytest.mark.parametrize("experts, millions, gigamacs", ((0, 85.8, 17.45), (2, 114.2, 11.93), (16, 510.9, None),
@@ -1802,6 +1816,241 @@ def test_every_script_has_help(script, capsys):
     with pytest.raises(SystemExit) as stop:
         script.parse_args(["--help"])
     assert stop.value.code == 0 and "--data" in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------------------------------- speed
+
+def plain_route(self, x):
+    """Eq. 4 as it is written: normalized tokens times normalized columns."""
+    with model.no_autocast(x.device.type):
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        logits = self.scale * (F.normalize(x, dim=-1) @ F.normalize(self.phi, dim=0))
+        return model.Routing(logits.softmax(1), logits.softmax(2))
+
+
+def plain_block(self, x):
+    """LayerScale and drop path one after the other."""
+    def residual(branch, gamma):
+        branch = branch * gamma
+        return branch * F.dropout(branch.new_ones(len(branch), 1, 1), self.drop_path, self.training)
+    x = x + residual(self.attn(self.norm1(x)), self.ls1.gamma)
+    y = self.mlp(self.norm2(x))
+    y, routing = y if isinstance(self.mlp, model.SoftMoE) else (y, None)
+    return x + residual(y, self.ls2.gamma), routing
+
+
+def make_plain(setattr=setattr):
+    """The step as one would write it first: the yardstick of the fast one."""
+    setattr(common, "keep_freed_memory", lambda: None)
+    setattr(model, "attention", F.scaled_dot_product_attention)
+    setattr(model.SoftMoE, "route", plain_route)
+    setattr(model.Block, "forward", plain_block)
+
+
+@pytest.mark.parametrize("experts", (0, 2, 5))
+def test_the_fast_encoder_has_the_plain_ones_values_and_gradients(monkeypatch, experts):
+    def values_and_gradients():
+        torch.manual_seed(3)
+        vit = model.build_vit("vit_nano", image_size=32, patch_size=8, experts=experts, drop_path=0.5).double()
+        tokens, routing = vit(rand(6, 3, 32, 32))
+        loss = tokens.sin().sum() + sum((r.dispatch ** 2).sum() + r.combine.cos().sum() for r in routing.values())
+        return [tokens, loss, *torch.autograd.grad(loss, list(vit.parameters()))]
+    fast = values_and_gradients()
+    make_plain(monkeypatch.setattr)
+    for a, b in zip(fast, values_and_gradients(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_attention_in_bf16_on_a_cpu_is_attention():
+    q, k, v = (torch.randn(2, 3, 50, 64).bfloat16().requires_grad_() for _ in range(3))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    ours, theirs = model.attention(q, k, v), F.scaled_dot_product_attention(*exact)
+    assert ours.dtype == torch.bfloat16
+    assert "ScaledDotProduct" not in str(ours.grad_fn)          # the fast path, not the fused one
+    assert (ours - theirs).abs().max() < 0.02
+    direction = randn(2, 3, 50, 64)
+    for a, b in zip(torch.autograd.grad(ours, (q, k, v), direction.bfloat16()), torch.autograd.grad(theirs, exact, direction)):
+        assert (a - b).norm() < 0.02 * b.norm()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_freed_memory_is_kept_for_the_next_tensor():
+    program = """if True:
+        import resource, sys, torch, common
+        if sys.argv[1] == "keep": common.keep_freed_memory()
+        faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        def step(): [torch.ones(2 ** 24) for _ in range(3)]
+        step(); step(); before = faults(); step(); print(faults() - before)"""
+    keep, give_back = (int(subprocess.run([sys.executable, "-c", program, how], cwd=HERE, capture_output=True, text=True,
+                                          check=True).stdout) for how in ("keep", "plain"))
+    assert keep < 100 < give_back
+
+
+BENCH_LINE = r"teacher ([\d.]+) ms \| student ([\d.]+) ms \| (\d+) images/s \| ([\d.]+) TFLOP/s \| ([\d.]+) GiB"
+
+
+@pytest.mark.parametrize("flags", ((), ("--compile",), ("--encoding", "dense", "--objective", "token_cls_pixel", "--micro-batch", "4"),
+                                   ("--experts", "0", "--balance", "gradnorm")), ids=" ".join)
+def test_bench_times_a_real_run_and_leaves_nothing_behind(tmp_path, teacher, capsys, monkeypatch, flags):
+    monkeypatch.chdir(tmp_path)
+    pretrain.main(pretrain.parse_args([*TOY, "--teacher", teacher, "--bench", "2", *flags]))
+    times = [float(number) for number in re.search("^" + BENCH_LINE + "$", capsys.readouterr().out, re.M).groups()]
+    assert times[0] > 0 and times[1] > times[0] and times[2] > 0 and times[4] > 0.1
+    assert times[2] <= 8 / (times[0] + times[1]) * 1000 + 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_counts_the_blocks_flops_and_times_the_loader_of_a_folder(photos, capsys, monkeypatch):
+    """1 GFLOP in a step of 1 ms is 1 TFLOP/s."""
+    monkeypatch.setattr(common.Laps, "medians", lambda self, first: {"teacher": 300.0, "student": 500.0, "step": 1000.0})
+    pretrain.main(pretrain.parse_args(["--model", "vit_small", "--teacher", "ViT-S-32-alt/random", "--batch-size", "4", "--bench", "1",
+                                       "--workers", "1", "--data", photos]))
+    line, loader = capsys.readouterr().out.strip().splitlines()[-2:]
+    with torch.device("meta"):
+        student, teacher = model.build_vit("vit_small", experts=2), model.ViT(224, 16, 384, 12, 6)
+    macs = 3 * model.encoder_macs(student, 119) + model.encoder_macs(teacher, 197)
+    assert line.split(" | ")[:3] == ["teacher 300.0 ms", "student 500.0 ms", "4 images/s"]
+    assert line.split(" | ")[3] == f"{2 * 4 * macs / 1e12:.1f} TFLOP/s"
+    assert re.fullmatch(r"loader \d+ images/s per worker, 1 of them", loader) and int(loader.split()[1]) > 0
+
+
+def test_laps_are_medians_of_each_steps_parts():
+    laps = common.Laps(torch.device("cpu"))
+    laps.marks = [(0, "a", 0.0), (1, "a", 1.0), (1, "b", 3.0), (1, "b", 4.0), (2, "a", 5.0), (2, "b", 6.0), (3, "a", 16.0), (3, "b", 17.0)]
+    assert laps.medians(1) == {"a": 1000, "b": 1000, "step": 4000}
+
+
+class HostReads(torch.utils._python_dispatch.TorchDispatchMode):
+    """Lists the operations that make the host wait for a device."""
+    waiting = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique2", "item")
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in self.waiting:
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("flags", ((), ("--experts", "0", "--balance", "rlw"), ("--experts", "0", "--balance", "gradnorm"),
+                                   ("--encoding", "dense", "--objective", "token_cls_pixel", "--importance-weight", "1")), ids=" ".join)
+def test_the_host_waits_for_nothing_between_logged_steps(teacher, monkeypatch, flags):
+    """A step reads no value of a tensor; on a GPU each such read would empty the queue."""
+    reads = HostReads()
+    def lap(self, step, part):
+        if part == "input" and step == 1:
+            reads.__enter__()
+    def medians(self, first):
+        reads.__exit__(None, None, None)
+        return {"teacher": 1.0, "student": 1.0, "step": 2.0}
+    monkeypatch.setattr(common.Laps, "__call__", lap)
+    monkeypatch.setattr(common.Laps, "medians", medians)
+    pretrain.main(pretrain.parse_args([*TOY, "--teacher", teacher, "--bench", "1", *flags]))
+    assert reads.seen == []
+    with reads:
+        torch.ones(1).item()
+    assert reads.seen                                                                            # the mode does see them
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")
+def test_a_batch_is_copied_ahead_and_arrives_whole():
+    device = torch.device("cuda")
+    loader = [{"x": torch.full((1000, 1000), float(i)).pin_memory()} for i in range(20)]
+    assert [batch["x"].mean().item() for batch in data.copy_ahead(loader, device)] == list(range(20))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")
+def test_no_step_synchronizes_a_gpu(teacher, monkeypatch):
+    def lap(self, step, part):
+        if part == "input" and step == pretrain.WARM_UP:
+            torch.cuda.set_sync_debug_mode("error")
+    monkeypatch.setattr(common.Laps, "__call__", lap)
+    monkeypatch.setattr(common.Laps, "medians", lambda self, first: {"teacher": 1.0, "student": 1.0, "step": 2.0})
+    try:
+        pretrain.main(pretrain.parse_args([*TOY[:-4], "--teacher", teacher, "--bench", "3", "--workers", "0"]))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# Benchmarks print what they measure: `python -m pytest -s -m bench test_explore.py`
+
+@pytest.mark.bench
+def test_bench_the_loader_against_imagefolder_and_pillow():
+    """Both with one worker and the same crops; BENCH_IMAGES names a folder in ImageNet's layout, else photographs are drawn."""
+    from torch.utils.data import DataLoader
+    from torchvision import datasets, transforms
+    root = os.environ["BENCH_IMAGES"]
+    torch.set_num_threads(1)
+    views = data.TrainViews(data.Folder(root, "train"), 224, 0)
+
+    class SameCrop:
+        """RandomResizedCrop's own code with our numbers in the place of its draws."""
+        def __init__(self): self.index = 0
+        def __call__(self, image):
+            rng = np.random.default_rng((0, 0, self.index))
+            top, left, height, width = data.random_crop(rng, image.height, image.width)
+            return transforms.functional.resized_crop(image, top, left, height, width, [224, 224], transforms.InterpolationMode.BICUBIC)
+
+    class Usual(datasets.ImageFolder):
+        def __getitem__(self, index):
+            crop.index = index
+            return super().__getitem__(index)
+    crop = SameCrop()
+    usual = Usual(os.path.join(root, "train"), transforms.Compose([crop, transforms.RandomHorizontalFlip(),
+                                                                   transforms.ColorJitter(0.4, 0.4, 0.4), transforms.ToTensor()]))
+    order = [range(start, start + 32) for start in range(0, len(usual) - 31, 32)] * 4
+
+    def rate(dataset, keys, **collate):
+        batches = iter(DataLoader(dataset, batch_sampler=keys, num_workers=1, **collate))
+        for _ in range(4):
+            next(batches)
+        start = time.perf_counter()
+        count = sum(32 for _ in batches)
+        return count / (time.perf_counter() - start)
+    ours, theirs = zip(*((rate(views, [[(0, i) for i in batch] for batch in order], collate_fn=data.collate), rate(usual, order))
+                         for _ in range(5)))
+    print(f"\nours {np.median(ours):.0f} images/s per worker, usual {np.median(theirs):.0f}, ratio "
+          f"{np.median(np.array(ours) / theirs):.2f} ({min(np.array(ours) / theirs):.2f} to {max(np.array(ours) / theirs):.2f})")
+
+
+@pytest.mark.bench
+def test_bench_the_step_against_a_plain_one():
+    """ViT-B/16, 2 experts, batch 32, bf16: ours, ours compiled and the plain version in turn, each in a process of its own."""
+    flags = ["--teacher", "ViT-B-16/random", "--batch-size", "32", "--amp", "bf16", "--bench", "5"]
+    plain = "import sys, pretrain, test_explore; test_explore.make_plain(); pretrain.main(pretrain.parse_args(sys.argv[1:]))"
+    programs = {"plain": [sys.executable, "-c", plain, *flags], "ours": [sys.executable, "pretrain.py", *flags],
+                "ours compiled": [sys.executable, "pretrain.py", *flags, "--compile"]}
+    milliseconds = {name: [] for name in programs}
+    for _ in range(3):
+        for name, command in programs.items():
+            line = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+            teacher, student, *_ = map(float, re.fullmatch(BENCH_LINE, line).groups())
+            milliseconds[name].append(teacher + student)
+            print(f"\n{name}: {line}", end="", flush=True)
+    for name in ("ours", "ours compiled"):
+        print(f"\n{name} takes {np.median(np.array(milliseconds[name]) / milliseconds['plain']):.2f} of the plain step's time", end="")
+    print()
+
+
+@pytest.mark.bench
+def test_bench_knn_against_the_matrix_product_alone():
+    """A tenth of ImageNet: 128,000 features of width 768 against 5,000."""
+    common.keep_freed_memory()
+    bank, queries = (F.normalize(torch.randn(n, 768), dim=1) for n in (128_000, 5_000))
+    labels, seconds = torch.randint(1000, (128_000,)), []
+    for _ in range(3):
+        start = time.perf_counter()
+        for chunk in queries.split(4096):
+            for part in bank.split(65536):
+                chunk @ part.T
+        product, before, start = time.perf_counter() - start, common.peak_memory(bank.device), time.perf_counter()
+        knn.classify(queries, bank, labels, 1000, 20, 0.07)
+        seconds.append((product, time.perf_counter() - start))
+    product, whole = np.median(seconds, axis=0)
+    print(f"\nproduct {product:.2f} s, k-NN {whole:.2f} s, ratio {whole / product:.2f}, "
+          f"{common.peak_memory(bank.device) - before:.2f} GiB more than the product at its peak")
 
 
 def readme_commands():
