@@ -358,8 +358,8 @@ class Explore(nn.Module):
 class Teacher(nn.Module):
     """A frozen model whose tokens are the targets. Takes images in [0, 1] of any size, gives [B, 1 + N, dim].
 
-    `macs`: multiply-accumulates of one image's pass through its blocks.
     It resizes and normalizes them itself, to its own image size (one patch for each patch of the student), mean and std.
+    `macs` are the multiply-accumulates of one image's pass through its blocks.
     """
 
     def __init__(self, image_size: int, dim: int, mean: tuple, std: tuple):

@@ -79,8 +79,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--demo", action="store_true",
                         help="small defaults and the whole way: a teacher, pretraining, k-NN, heatmaps; no download")
     parser.add_argument("--bench", type=common.positive_int, metavar="STEPS",
-                        help="time STEPS real steps on drawn images that are already on the device, with all other flags, and "
-                             "save nothing; with --data FOLDER its loader too")
+                        help="time STEPS real steps on images that are already on the device (drawn, or from an explicit --data), "
+                             "with all other flags, and save nothing; with --data FOLDER its loader too")
     known = parser.parse_known_args(argv)[0]
     if known.demo:
         parser.set_defaults(**DEMO)
@@ -247,12 +247,13 @@ def main(args: argparse.Namespace):
     # the loop
     last = min(steps, args.max_steps or steps)
     views = data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio)
-    order = data.TrainOrder(len(images), args.batch_size, micro_batch, args.seed, first, last, rank, world)
-    batches = data.load(views, order, args.workers, device)
-    lap = lambda step, part: None
-    if args.bench:
-        last, lap = WARM_UP + args.bench, common.Laps(device)
-        batches = itertools.repeat(next(data.load(views, [[(0, i % 32) for i in range(micro_batch)]], 0, device)))
+    if args.bench:      # one batch, over and over
+        last, lap, few = WARM_UP + args.bench, common.Laps(device), min(32, len(images))
+        batches = itertools.repeat(next(data.load(views, [[(0, i % few) for i in range(micro_batch)]], 0, device)))
+    else:
+        lap = lambda step, part: None
+        order = data.TrainOrder(len(images), args.batch_size, micro_batch, args.seed, first, last, rank, world)
+        batches = data.load(views, order, args.workers, device)
     visible, sparse = grid ** 2 - int(args.mask_ratio * grid ** 2), args.encoding == "sparse"
     log = common.Log(folder / "log.jsonl", first, world)
     bar = tqdm(range(first, last), initial=first, total=last, desc="pretrain", unit="step", disable=not common.is_first())
@@ -359,7 +360,7 @@ def train_demo_teacher(args: argparse.Namespace):
     import finetune
     if args.teacher == DEMO["teacher"]:
         finetune.main(finetune.parse_args([
-            "--data", args.data, "--out", str(Path(args.teacher).parent), "--model", args.model, "--image-size",
+            "--data", args.data or "shapes", "--out", str(Path(args.teacher).parent), "--model", args.model, "--image-size",
             str(args.image_size), "--patch-size", str(args.patch_size), "--epochs", "6", "--warmup-epochs", "1", "--lr",
             "2e-3", "--batch-size", "64", "--drop-path", "0", "--augment", "plain", "--layer-decay", "1", "--amp", args.amp]))
 
