@@ -248,8 +248,8 @@ def main(args: argparse.Namespace):
     last = min(steps, args.max_steps or steps)
     views = data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio)
     if args.bench:      # one batch, over and over
-        last, lap, few = WARM_UP + args.bench, common.Laps(device), min(32, len(images))
-        batches = itertools.repeat(next(data.load(views, [[(0, i % few) for i in range(micro_batch)]], 0, device)))
+        last, lap = WARM_UP + args.bench, common.Laps(device)
+        batches = itertools.repeat(next(data.load(views, [[(0, i % 32) for i in range(micro_batch)]], 0, device)))
     else:
         lap = lambda step, part: None
         order = data.TrainOrder(len(images), args.batch_size, micro_batch, args.seed, first, last, rank, world)
