@@ -2,13 +2,18 @@
 
 import argparse
 import contextlib
+import copy
 import ctypes
+import errno
+import fcntl
 import hashlib
 import json
 import math
 import os
+import platform
 import re
 import resource
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,10 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from model import load_checkpoint
+from model import first_line, load_checkpoint
 
-# Flags that say where, how fast or how long a run works, not what it computes: they may change when it goes on
-FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "save_every", "max_steps", "demo", "eval_only", "bench"}
+# Flags that say where, how fast or how long a run works, not what it computes: they may change when it goes on. So may the
+# precision, which can save a run whose numbers went wrong.
+FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "amp", "save_every", "save_minutes", "max_steps", "demo",
+              "eval_only", "bench"}
 
 
 # ------------------------------------------------------------------------------------------------------ errors, flags
@@ -50,9 +57,27 @@ def run(main, args: argparse.Namespace):
     except KeyboardInterrupt:
         print(f"\n{script}: stopped. The same command goes on from the last checkpoint.", file=sys.stderr)
         sys.exit(130)
+    except (MemoryError, RuntimeError) as error:
+        cause = known_cause(error)
+        if cause is None:
+            raise
+        print(f"{script}: error: {cause} ({first_line(error)})", file=sys.stderr)
+        sys.exit(1)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def known_cause(error: Exception) -> str | None:
+    """What a MemoryError or RuntimeError means to a user; None where it is a bug."""
+    words = str(error)
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or re.search("memory|[Ss]torage size|multiplication overflow", words):
+        return "out of memory: a smaller --micro-batch or --batch-size may help, or a smaller model, image or crop"
+    if "DataLoader worker" in words:
+        return "a loader process was killed, perhaps for lack of memory: fewer --workers may help"
+    if re.search("Connection (closed|reset) by peer|remote process exited", words):
+        return "another of the processes has ended"
+    return None
 
 
 def add_common_flags(parser: argparse.ArgumentParser, batch_size: int, seed: bool = True, compiles: bool = True,
@@ -105,8 +130,13 @@ def add_trainer_flags(parser: argparse.ArgumentParser, *, epochs: int = 0, warmu
     group.add_argument("--save-every", type=positive_int, default=10 if epochs else 8000, metavar="EPOCHS" if epochs else "N",
                        help=f"write last.pt and what else a stage keeps after so many {'epochs' if epochs else 'iterations'} "
                             "(default: %(default)s)")
+    group.add_argument("--save-minutes", type=non_negative, default=30.0, metavar="MINUTES",
+                       help="write last.pt after so many minutes as well, 0 for never (default: %(default)g)")
     group.add_argument("--max-steps", type=positive_int, metavar="N",
                        help="stop after step N of the schedule; the same command without it goes on")
+
+
+LARGEST = 10 ** 12      # of whole numbers: more than anything here is counted to
 
 
 def number(kind, condition, description):
@@ -115,6 +145,8 @@ def number(kind, condition, description):
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is no {description}") from None
+        if kind is int and abs(value) > LARGEST:
+            raise argparse.ArgumentTypeError(f"{text} is too large")
         if not (math.isfinite(value) and condition(value)):
             raise argparse.ArgumentTypeError(f"{text} is no {description}")
         return value
@@ -194,7 +226,7 @@ def is_first() -> bool:
 
 
 def start(args: argparse.Namespace) -> Process:
-    """Joins torchrun's process group where there is one (NCCL on CUDA, gloo on CPU) and picks device and precision.
+    """Joins torchrun's process group where there is one (NCCL for CUDA, gloo for CPU) and picks device and precision.
 
     Fills in what `args` left to the machine: --workers and --compile.
     """
@@ -206,7 +238,7 @@ def start(args: argparse.Namespace) -> Process:
     if cuda:
         torch.cuda.set_device(device)
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")      # gloo: what processes agree on without a device
     if args.amp == "fp16" and not cuda:
         args.amp = "bf16"
         if rank == 0:
@@ -317,11 +349,12 @@ def set_rate(optimizer, lr: float):
         group["lr"] = lr * group["lr_scale"]
 
 
-def update(optimizer, scaler, clip_grad: float) -> tuple[Tensor, Tensor]:
+def update(optimizer, scaler, clip_grad: float, statistics: list[tuple[Tensor, Tensor]] = ()) -> tuple[Tensor, Tensor]:
     """Clips, steps, clears the gradients -> (gradient norm, 1.0 if the update was skipped), both left on the device.
 
     Where a gradient is not finite, fused AdamW is told so by `found_inf` and leaves weights and state alone; the host
-    need not know. In fp16 the scaler sets the same attribute, and lowers its scale.
+    need not know. In fp16 the scaler sets the same attribute, and lowers its scale. `statistics` are buffers that the
+    forward pass has changed (BatchNorm's), each with its value of before: a skipped update leaves no trace there either.
     """
     scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -331,7 +364,24 @@ def update(optimizer, scaler, clip_grad: float) -> tuple[Tensor, Tensor]:
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
+    for buffer, before in statistics:
+        buffer.copy_(torch.where(skipped > 0, before, buffer))
     return norm, skipped
+
+
+class Skips:
+    """Counts the updates that were skipped, on the device: in all, and at most in a row."""
+
+    def __init__(self, total: float, device: torch.device):
+        self.total, self.row, self.longest = (torch.full((), value, device=device) for value in (float(total), 0.0, 0.0))
+
+    def add(self, skipped: Tensor):
+        self.total = self.total + skipped
+        self.row = (self.row + skipped) * skipped
+        self.longest = torch.maximum(self.longest, self.row)
+
+    def metrics(self) -> dict[str, Tensor]:
+        return {"skipped": self.total, "skipped_in_a_row": self.longest}
 
 
 # --------------------------------------------------------------------------------------------- run folder, checkpoints
@@ -353,8 +403,13 @@ def run_folder(stage: str, args: argparse.Namespace, parser: argparse.ArgumentPa
 def open_run(folder: Path, args: argparse.Namespace, steps_per_epoch: int) -> dict | None:
     """Makes the run folder and its args.json -> the state to go on from, or None for a new run.
 
-    UserError where the folder holds a run with other flags or another number of images.
+    UserError where another process works in the folder, or it holds a run with other flags or another number of images.
     """
+    if is_first():
+        make_folder(folder)
+        lock(folder)
+        for unfinished in folder.glob("*.tmp"):      # of a process that was killed while it wrote
+            unfinished.unlink()
     last = folder / "last.pt"
     state = None
     if last.exists():
@@ -362,6 +417,10 @@ def open_run(folder: Path, args: argparse.Namespace, steps_per_epoch: int) -> di
             state = load_checkpoint(last)
         except ValueError as error:
             raise UserError(f"{error}; remove it to begin anew") from error
+        missing = {"optimizer", "scaler", "step", "skipped", "steps_per_epoch"} - state.keys()
+        if missing:
+            raise UserError(f"{last} cannot be gone on from: it lacks {', '.join(sorted(missing))}, as do checkpoints that are not "
+                            "a run's last.pt, or of another version; remove it to begin anew")
         mine, theirs = plain(vars(args)), state["args"]
         differ = [f"{flag(name)} was {theirs.get(name)}, is {mine.get(name)}" for name in sorted(mine.keys() | theirs.keys())
                   if name not in FREE_FLAGS and mine.get(name) != theirs.get(name)]
@@ -371,21 +430,61 @@ def open_run(folder: Path, args: argparse.Namespace, steps_per_epoch: int) -> di
         if state["steps_per_epoch"] != steps_per_epoch:
             raise UserError(f"{folder} holds a run with {state['steps_per_epoch']} steps an epoch, {args.data} gives "
                             f"{steps_per_epoch}: was it another --data?")
+        if is_first() and mine["amp"] != theirs.get("amp"):
+            print(f"{folder}: --amp was {theirs.get('amp')}, is {mine['amp']} from step {state['step']} on", flush=True)
     if is_first():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "args.json").write_text(json.dumps(plain(vars(args)), indent=1) + "\n")
+        write(folder / "args.json", lambda file: file.write((json.dumps(plain(vars(args)), indent=1) + "\n").encode()))
         cut_log(folder / "log.jsonl", state["step"] if state else 0)
     return state
 
 
-def resume(state: dict | None, model: nn.Module, optimizer, scaler, device: torch.device) -> tuple[Tensor, int]:
-    """Puts `state` back where there is one -> (count of skipped updates, kept on the device; the step to go on from)."""
+def make_folder(folder: Path):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder}: {error.strerror}") from error
+
+
+LOCKS = {}      # a lock file stays locked as long as it is open, whatever ends its process
+
+
+def lock(folder: Path):
+    """Keeps other processes out of the run folder. (POSIX locks: the loader's processes do not inherit them.)"""
+    path = folder.resolve() / ".lock"
+    if path in LOCKS:
+        return
+    file = open(path, "a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):      # a file system without locks
+            return
+        file.seek(0)
+        raise UserError(f"another run works in {folder} ({file.read().strip()}): wait for it, or give another --out") from error
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}\n")
+    file.flush()
+    LOCKS[path] = file
+
+
+def unlock(folder: Path):
+    file = LOCKS.pop(folder.resolve() / ".lock", None)
+    if file:
+        file.close()
+
+
+def resume(state: dict | None, model: nn.Module, optimizer, scaler, device: torch.device) -> tuple[Skips, int]:
+    """Puts `state` back where there is one -> (the count of skipped updates, the step to go on from)."""
     if state is None:
-        return torch.zeros((), device=device), 0
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    scaler.load_state_dict(state["scaler"])
-    return torch.tensor(float(state["skipped"]), device=device), state["step"]
+        return Skips(0, device), 0
+    try:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))      # a copy: what was read is still a part of the file
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UserError(f"last.pt does not fit the model of these flags ({first_line(error)}); remove it to begin anew") from error
+    if state["scaler"]:      # empty where the run was not in fp16 so far
+        scaler.load_state_dict(state["scaler"])
+    return Skips(state["skipped"], device), state["step"]
 
 
 def flag(name: str) -> str:
@@ -398,24 +497,130 @@ def plain(args: dict) -> dict:
 
 
 def save(path: Path, **state):
-    """Writes a checkpoint whole or not at all: to a temporary file beside it, then renamed. The first process only."""
-    if not is_first():
-        return
+    """Writes a checkpoint whole or not at all. The first process only."""
+    if is_first():
+        write(path, lambda file: torch.save(state, file))
+
+
+def write(path: Path, fill):
+    """Writes a file whole or not at all: `fill` gets a temporary one beside it, which is then renamed.
+
+    UserError where that fails, as on a full disk; what was there before is still there.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:      # torch.save makes either of a full disk
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        last = path.with_name("last.pt")
+        raise UserError(f"cannot write {path} ({first_line(error)}). " + (f"{last} is still there, as good as before: when there is "
+                        "space, the same command goes on from it" if last.exists() else "Nothing was saved before"),
+                        everywhere=True) from error
+
+
+# ---------------------------------------------------------------------------------------------------------- long runs
+
+class Watch:
+    """Keeps a run's last.pt: saves by the clock too, leaves on SIGTERM or SIGUSR1, stops when the numbers go wrong.
+
+    After each step the processes agree on a CPU tensor, over gloo: none waits for its device, and all leave together.
+    """
+
+    def __init__(self, args: argparse.Namespace, process: Process, step: int):
+        self.last, self.minutes, self.world = Path(args.out) / "last.pt", args.save_minutes, process.world
+        self.step = step                # of the last.pt that is there
+        self.saved, self.cost = time.monotonic(), 0.0       # when that was written, and how many seconds it took
+        self.caught, self.signal = None, 0
+        for number in SIGNALS:
+            signal.signal(number, self.catch)
+
+    def catch(self, number: int, frame):
+        self.caught = self.caught or (number, time.monotonic())      # a second signal changes nothing
+
+    def __call__(self, scheduled: bool) -> bool:
+        """Whether to save after this step: because the schedule, the clock or a signal says so. The same in all processes."""
+        overdue = is_first() and 0 < 60 * self.minutes <= time.monotonic() - self.saved
+        says = torch.tensor([overdue, self.caught[0] if self.caught else 0])
+        if self.world > 1:
+            dist.all_reduce(says, dist.ReduceOp.MAX)
+        overdue, self.signal = says.tolist()
+        return bool(scheduled or overdue or self.signal)
+
+    def check(self, step: int, line: dict):
+        """UserError where the last PATIENCE updates were all skipped. `line` is the log's, the same in all processes."""
+        if line["skipped_in_a_row"] >= PATIENCE:
+            raise UserError(f"step {step}: {PATIENCE} updates in a row had no finite gradient. {self.good()} To try: go on with "
+                            f"--out {self.last.parent} and --amp bf16 or off; or anew, with another --out, with a lower --lr, a "
+                            "longer warm-up or a smaller --clip-grad")
+
+    def good(self) -> str:
+        return f"{self.last} is good, of step {self.step}." if self.last.exists() else "Nothing was saved yet."
+
+    def save(self, step: int, **state):
+        """Writes last.pt of `step`. Where a signal has come, leaves then, with exit code 0.
+
+        torchrun kills some time after it passed SIGTERM on: a save that takes longer is not begun.
+        """
+        if not all_finite(state):
+            raise UserError(f"step {step}: a weight, or a state of the optimizer, is not finite. {self.good()} "
+                            "To try: a lower --lr, a smaller --weight-decay, --clip-grad 1")
+        name, left = self.signal and signal.Signals(self.signal).name, self.time_left()
+        if self.cost > left:
+            print(f"{name}: not saved, for that takes {self.cost:.0f} s and torchrun gives {left:.0f} s. {self.good()}", flush=True)
+        else:
+            start = time.monotonic()
+            save(self.last, step=step, **state)
+            self.step, self.saved, self.cost = step, time.monotonic(), time.monotonic() - start
+            if self.signal and is_first():
+                print(f"{name}: saved {self.last} of step {step}. The same command goes on from there.", flush=True)
+        if self.signal:
+            sys.exit(0)
+
+    def time_left(self) -> float:
+        """Seconds until torchrun kills this process; no limit before a signal, nor without torchrun."""
+        if not self.caught or "TORCHELASTIC_RUN_ID" not in os.environ or not is_first():
+            return math.inf
+        return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) - (time.monotonic() - self.caught[1])
+
+    def close(self):
+        """The run is over: signals do what they always do, and the folder is free."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        unlock(self.last.parent)
+
+
+SIGNALS = signal.SIGTERM, signal.SIGUSR1      # how schedulers announce that they will kill
+PATIENCE = 20                                 # skipped updates in a row; fp16's scaler needs fewer to find its scale
+
+
+def all_finite(state: dict) -> bool:
+    """Whether all tensors of nested dicts are finite; waits for the device once."""
+    finite, parts = [], [state]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            parts += part.values()
+        elif isinstance(part, Tensor):
+            finite.append(part.isfinite().all())
+    return bool(torch.stack([part.to(finite[0].device) for part in finite]).all())
 
 
 # ---------------------------------------------------------------------------------------------------------------- log
 
 def cut_log(path: Path, step: int):
-    """Drops the lines after `step`, which a run that goes on from there writes again, and a half-written last line."""
+    """Drops the lines after `step`, which a run that goes on from there writes again, and broken ones."""
     if path.exists():
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
-        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+        kept = []
+        for line in path.read_text().splitlines(keepends=True):
+            with contextlib.suppress(json.JSONDecodeError):      # half a line of a process that was killed
+                if json.loads(line)["step"] <= step and line.endswith("\n"):
+                    kept.append(line)
+        write(path, lambda file: file.write("".join(kept).encode()))
 
 
 class Log:
@@ -448,8 +653,11 @@ class Log:
 
     def append(self, line: dict):
         if is_first():
-            with open(self.path, "a") as file:
-                file.write(json.dumps(rounded(line)) + "\n")
+            try:
+                with open(self.path, "a") as file:
+                    file.write(json.dumps(rounded(line)) + "\n")
+            except OSError as error:
+                raise UserError(f"cannot write {self.path} ({error.strerror})", everywhere=True) from error
 
 
 class Laps:

@@ -9,6 +9,7 @@ import functools
 import io
 import math
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 
-from common import UserError, first_process_first
+from common import SIGNALS, UserError, first_process_first
 from model import IMAGENET_MEAN, IMAGENET_STD
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff")
@@ -435,9 +436,15 @@ def collate(views: list) -> dict | UserError:
 
 def load(views: Dataset, order, workers: int, device: torch.device):
     """Yields `order`'s batches of `views` on `device`. Raises the UserError of an image that cannot be read."""
-    loader = DataLoader(views, batch_sampler=order, num_workers=workers, collate_fn=collate,
+    loader = DataLoader(views, batch_sampler=order, num_workers=workers, collate_fn=collate, worker_init_fn=outlive_signals,
                         pin_memory=device.type == "cuda", generator=torch.Generator())      # leaves torch's own in peace
     return copy_ahead(loader, device) if device.type == "cuda" else map(whole, loader)
+
+
+def outlive_signals(worker: int):
+    """What asks a run to save and leave often goes to all its processes: the loader's go on until the step is done."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def whole(batch: dict | UserError) -> dict:

@@ -116,7 +116,7 @@ def fit(args: argparse.Namespace, process: common.Process, model: nn.Module, con
     state = common.open_run(folder, args, epoch_steps)
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
     scaler = torch.amp.GradScaler(device.type, enabled=process.amp == torch.float16)
-    skipped, first = common.resume(state, model, optimizer, scaler, device)
+    skips, first = common.resume(state, model, optimizer, scaler, device)
     best = tuple(state["best"]) if state else (0.0, 0.0)
     description = dict(encoder=config, args=common.plain(vars(args)))
     if args.compile:
@@ -130,12 +130,13 @@ def fit(args: argparse.Namespace, process: common.Process, model: nn.Module, con
     views = data.TrainViews(images, image_size, args.seed, strong=strong)
     order = data.TrainOrder(len(images), args.batch_size, micro_batch, args.seed, first, last, rank, world)
     batches = data.load(views, order, args.workers, device)
-    log = common.Log(folder / "log.jsonl", first, world)
+    log, watch = common.Log(folder / "log.jsonl", first, world), common.Watch(args, process, first)
     bar = tqdm(range(first, last), initial=first, total=last, desc=folder.name, unit="step", disable=not common.is_first())
     for step in bar:
         lr = common.learning_rate(step, steps, warmup, args.lr, args.min_lr)
         common.set_rate(optimizer, lr)
         common.seed_everything(args.seed, step, rank)                           # drop path, expert dropout, mixup
+        statistics = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
         for micro_step in range(micro_steps):
             batch = next(batches)
@@ -150,26 +151,29 @@ def fit(args: argparse.Namespace, process: common.Process, model: nn.Module, con
                 scaler.scale(loss / micro_steps).backward()
             log.add({"loss": loss.detach()})
 
-        norm, skip = common.update(optimizer, scaler, args.clip_grad)
-        skipped += skip
+        norm, skipped = common.update(optimizer, scaler, args.clip_grad, statistics)
+        skips.add(skipped)
         log.add({"grad_norm": norm})
 
         done = step + 1
-        saves = done % (args.save_every * epoch_steps) == 0 or done == last
+        scheduled = done % (args.save_every * epoch_steps) == 0 or done == last
+        saves = watch(scheduled)
         if saves or done % 20 == 0:
-            log.add({"skipped": skipped})
+            log.add(skips.metrics())
             line = log.write(done, args.batch_size, epoch=done / epoch_steps, lr=lr)
+            watch.check(done, line)
             bar.set_postfix(loss=f"{line['loss']:.3f}", best=f"{best[0]:.1f}%")
-        if saves:
+        if scheduled:
             top1, top5 = evaluate()
             log.append({"step": done, "val_top1": top1, "val_top5": top5})
             if top1 > best[0]:
                 best = (top1, top5)
                 common.save(folder / "best.pt", model=model.state_dict(), step=done, **description)
-            common.save(folder / "last.pt", model=model.state_dict(), optimizer=optimizer.state_dict(),
-                        scaler=scaler.state_dict(), step=done, skipped=line["skipped"], steps_per_epoch=epoch_steps,
-                        best=list(best), **description)
+        if saves:
+            watch.save(done, model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
+                       skipped=line["skipped"], steps_per_epoch=epoch_steps, best=list(best), **description)
             log.restart_clock()
+    watch.close()
     if common.is_first():
         print(f"{folder}: step {max(first, last)} of {steps}, best top-1 {best[0]:.2f}%, top-5 {best[1]:.2f}%")
     return best

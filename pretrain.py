@@ -7,6 +7,7 @@
 import argparse
 import contextlib
 import itertools
+import sys
 import time
 from pathlib import Path
 
@@ -228,7 +229,7 @@ def main(args: argparse.Namespace):
     optimizer = common.adamw(student, args.lr, args.weight_decay, args.betas)
     scaler = torch.amp.GradScaler(device.type, enabled=process.amp == torch.float16)
     gradnorm = GradNorm(len(weights), args.gradnorm_alpha, args.gradnorm_lr, device) if args.balance == "gradnorm" else None
-    skipped, first = common.resume(state, student, optimizer, scaler, device)
+    skips, first = common.resume(state, student, optimizer, scaler, device)
     if state and gradnorm:
         gradnorm.state = {name: value.to(device) for name, value in state["gradnorm"].items()}
     description = dict(encoder=encoder.config, args=common.plain(vars(args)))      # what rebuilds the model from a file
@@ -245,9 +246,10 @@ def main(args: argparse.Namespace):
     model.train()
 
     # the loop
-    last = min(steps, args.max_steps or steps)
+    last, collapsed, watch = min(steps, args.max_steps or steps), False, common.Watch(args, process, first)
     views = data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio)
-    if args.bench:      # one batch, over and over
+    if args.bench:      # one batch, over and over, and nothing to save when a signal comes
+        watch.close()
         last, lap = WARM_UP + args.bench, common.Laps(device)
         batches = itertools.repeat(next(data.load(views, [[(0, i % 32) for i in range(micro_batch)]], 0, device)))
     else:
@@ -288,8 +290,8 @@ def main(args: argparse.Namespace):
             log.add(metrics | {"loss": loss.detach()})
             lap(step, "student")
 
-        norm, skip = common.update(optimizer, scaler, args.clip_grad)
-        skipped += skip
+        norm, skipped = common.update(optimizer, scaler, args.clip_grad)
+        skips.add(skipped)
         log.add({"grad_norm": norm})
         if gradnorm:
             shared = common.mean_over_processes(torch.stack(shared).mean(0), world)
@@ -301,20 +303,24 @@ def main(args: argparse.Namespace):
             continue
 
         done = step + 1
-        saves = done % (args.save_every * epoch_steps) == 0 or done == last
+        scheduled = done % (args.save_every * epoch_steps) == 0 or done == last
+        saves = watch(scheduled)
         if saves or done % 20 == 0:
             if encoder.moe_blocks:
                 log.add({"scale": torch.stack([encoder.blocks[block].mlp.scale.detach() for block in encoder.moe_blocks])})
-            log.add({"skipped": skipped})
+            log.add(skips.metrics())
             line = log.write(done, args.batch_size, epoch=done / epoch_steps, lr=lr)
+            watch.check(done, line)
+            collapsed = collapsed or warn_of_collapse(done, line)
             bar.set_postfix({name: f"{line[name]:.3f}" for name in ("loss", "token", "cls") if name in line})
         if saves:
-            common.save(folder / "last.pt", model=student.state_dict(), optimizer=optimizer.state_dict(),
-                        scaler=scaler.state_dict(), step=done, skipped=line["skipped"], steps_per_epoch=epoch_steps,
-                        gradnorm=gradnorm.state if gradnorm else {}, **description)
-            if done % epoch_steps == 0:
+            if scheduled and done % epoch_steps == 0:
                 common.save(folder / f"epoch_{done // epoch_steps:04d}.pt", model=student.state_dict(), step=done, **description)
+            watch.save(done, model=student.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
+                       skipped=line["skipped"], steps_per_epoch=epoch_steps, gradnorm=gradnorm.state if gradnorm else {},
+                       **description)
             log.restart_clock()
+    watch.close()
     if args.bench:
         macs = 3 * encoder_macs(encoder, 1 + (visible if sparse else grid ** 2)) + teacher.macs      # backward is two forwards
         return report_bench(args, process, lap.medians(WARM_UP), macs, views, micro_batch)
@@ -322,6 +328,15 @@ def main(args: argparse.Namespace):
         print(f"{folder / 'last.pt'}: step {max(first, last)} of {steps}")
     if args.demo:
         show_demo(args)
+
+
+def warn_of_collapse(step: int, line: dict) -> bool:
+    """Says so where the router has left the hard patches: a loss below a fifth of its plain mean is the paper's sign of it."""
+    found = [name for name in ("token_ratio", "pixel_ratio") if line.get(name, 1.0) < 0.2]
+    if found and common.is_first():
+        tqdm.write(f"step {step}: the router collapses: {found[0]}, the ratio of weighted to unweighted loss, is {line[found[0]]:.3f}. "
+                   "A higher --entropy-weight keeps the weights apart", file=sys.stderr)
+    return bool(found)
 
 
 # -------------------------------------------------------------------------------------------------------------- bench

@@ -34,7 +34,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("segmentation")
     group.add_argument("--crop-size", type=common.positive_int, default=512,
                        help="of training crops and evaluation windows, whose stride is two thirds of it (default: %(default)s)")
-    group.add_argument("--classes", type=common.positive_int, default=None, metavar="N",
+    group.add_argument("--classes", type=common.number(int, lambda x: 0 < x < 256, "whole number from 1 to 255"), metavar="N",
                        help="classes 1 to N of the annotations, 0 is ignored (default: ADE20K's 150; 11 of shapes)")
     group.add_argument("--width", type=common.positive_int, default=768, help="of UperNet (default: %(default)s)")
     group.add_argument("--eval-only", action="store_true", help="evaluate best.pt in --out and stop")
@@ -231,7 +231,7 @@ def main(args: argparse.Namespace) -> dict:
     scale = common.layer_scale(len(encoder.blocks), args.layer_decay)
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), scale)
     scaler = torch.amp.GradScaler(device.type, enabled=process.amp == torch.float16)
-    skipped, first = common.resume(state, model, optimizer, scaler, device)
+    skips, first = common.resume(state, model, optimizer, scaler, device)
     best = state["best"] if state else {"miou": -1.0}
     description = dict(encoder=encoder.config, args=common.plain(vars(args)))
     if world > 1 and device.type == "cuda":
@@ -244,12 +244,13 @@ def main(args: argparse.Namespace) -> dict:
     last = min(args.iterations, args.max_steps or args.iterations)
     order = data.TrainOrder(len(scenes), args.batch_size, micro_batch, args.seed, first, last, rank, world)
     batches = data.load(views, order, args.workers, device)
-    log = common.Log(folder / "log.jsonl", first, world)
+    log, watch = common.Log(folder / "log.jsonl", first, world), common.Watch(args, process, first)
     bar = tqdm(range(first, last), initial=first, total=last, desc="segment", unit="step", disable=not common.is_first())
     for step in bar:
         lr = common.linear_rate(step, args.iterations, args.warmup_iterations, args.lr, args.min_lr)
         common.set_rate(optimizer, lr)
         common.seed_everything(args.seed, step, rank)                           # drop path, expert dropout, dropout
+        statistics = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
         for micro_step in range(micro_steps):
             batch = next(batches)
@@ -264,26 +265,29 @@ def main(args: argparse.Namespace) -> dict:
                 scaler.scale(loss / micro_steps).backward()
             log.add({"loss": loss.detach(), "main": main_loss.detach(), "auxiliary": auxiliary_loss.detach()})
 
-        norm, skip = common.update(optimizer, scaler, args.clip_grad)
-        skipped += skip
+        norm, skipped = common.update(optimizer, scaler, args.clip_grad, statistics)
+        skips.add(skipped)
         log.add({"grad_norm": norm})
 
         done = step + 1
-        saves = done % args.save_every == 0 or done == last
+        scheduled = done % args.save_every == 0 or done == last
+        saves = watch(scheduled)
         if saves or done % 20 == 0:
-            log.add({"skipped": skipped})
+            log.add(skips.metrics())
             line = log.write(done, args.batch_size, epoch=done / epoch_steps, lr=lr)
+            watch.check(done, line)
             bar.set_postfix(loss=f"{line['loss']:.3f}", best=f"{max(best['miou'], 0):.1f}%")
-        if saves:
+        if scheduled:
             result = evaluate(model, val_views, args, process)
             log.append({"step": done, **result})
             if result["miou"] > best["miou"]:
                 best = result
                 common.save(folder / "best.pt", model=model.state_dict(), step=done, **description)
-            common.save(folder / "last.pt", model=model.state_dict(), optimizer=optimizer.state_dict(),
-                        scaler=scaler.state_dict(), step=done, skipped=line["skipped"], steps_per_epoch=epoch_steps,
-                        best=best, **description)
+        if saves:
+            watch.save(done, model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
+                       skipped=line["skipped"], steps_per_epoch=epoch_steps, best=best, **description)
             log.restart_clock()
+    watch.close()
     if common.is_first():
         print(f"{folder}: step {max(first, last)} of {args.iterations}, best {summary(best)}")
     return best

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -1033,7 +1034,7 @@ def test_accumulation_changes_nothing(toy, tmp_path, flags):
 def test_a_checkpoint_is_plain_and_rebuilds_its_model(toy, tmp_path):
     state, _ = train([*toy, "--max-steps", "4", "--save-every", "1"])
     out = tmp_path / "run"
-    assert sorted(p.name for p in out.iterdir()) == ["args.json", "epoch_0000.pt", "epoch_0001.pt", "last.pt", "log.jsonl"]
+    assert sorted(p.name for p in out.iterdir()) == [".lock", "args.json", "epoch_0000.pt", "epoch_0001.pt", "last.pt", "log.jsonl"]
     kept = torch.load(out / "epoch_0001.pt", weights_only=True)
     assert set(kept) == {"model", "encoder", "args", "step"} and kept["args"]["experts"] == 2
     encoder = model.load_encoder(out / "epoch_0001.pt")
@@ -1048,9 +1049,9 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch):
         file.write(b"half a checkp")
         raise OSError("no space left on device")
     monkeypatch.setattr(torch, "save", full_disk)
-    with pytest.raises(OSError):
+    with pytest.raises(common.UserError, match="no space left on device"):
         common.save(path, step=2)
-    assert torch.load(path, weights_only=True) == {"step": 1}
+    assert torch.load(path, weights_only=True) == {"step": 1} and os.listdir(tmp_path) == ["last.pt"]
 
 
 def test_the_run_folder_is_named_after_the_flags_that_matter():
@@ -1816,6 +1817,296 @@ def test_every_script_has_help(script, capsys):
     with pytest.raises(SystemExit) as stop:
         script.parse_args(["--help"])
     assert stop.value.code == 0 and "--data" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------- long runs
+
+def at_step(monkeypatch, step, action):
+    """Calls `action` in the middle of one step, counted over all runs of the test from 0."""
+    steps, set_rate = [], common.set_rate
+    def wrapped(*args):
+        steps.append(1)
+        if len(steps) == step + 1:
+            action()
+        set_rate(*args)
+    monkeypatch.setattr(common, "set_rate", wrapped)
+
+
+def driver(tmp_path, script, fault):
+    """A program that runs `script` with `fault` beside it: for subprocesses and torchrun."""
+    path = tmp_path / f"driver_{len(list(tmp_path.glob('driver_*')))}.py"
+    path.write_text(f"import os, signal, sys, time\nsys.path.insert(0, {str(HERE)!r})\nimport torch\nimport common\nimport {script} as script\n"
+                    f"{fault}\ncommon.run(script.main, script.parse_args())\n")
+    return path
+
+
+def start(program, *argv, **kwargs):
+    return subprocess.Popen([sys.executable, str(program), *argv], cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            start_new_session=True, **kwargs)
+
+
+@pytest.mark.parametrize("name", ("SIGTERM", "SIGUSR1"))
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(toy, tmp_path, monkeypatch, capsys, name):
+    """Twice the signal is once the signal; the same command goes on to the same bits."""
+    number = getattr(signal, name)
+    toy += ["--drop-path", "0.2"]
+    whole, _ = train([*toy, "--out", str(tmp_path / "whole")])
+    at_step(monkeypatch, 2, lambda: [os.kill(os.getpid(), number) for _ in range(2)])
+    with pytest.raises(SystemExit) as stop:
+        train(toy)
+    last = tmp_path / "run" / "last.pt"
+    assert stop.value.code == 0 and model.load_checkpoint(last)["step"] == 3
+    assert capsys.readouterr().out.splitlines()[-1] == f"{name}: saved {last} of step 3. The same command goes on from there."
+    equal_states(whole, train(toy)[0])
+    assert signal.getsignal(number) == signal.SIG_DFL               # a finished run leaves signals as they were
+
+
+@pytest.mark.parametrize("stage", ("finetune", "ep", "segment"))
+def test_a_signal_ends_every_stage_after_its_step_with_a_checkpoint(photos, scenes, tmp_path, monkeypatch, stage):
+    flags = [write_checkpoint(tmp_path / "e2.pt", experts=2), "--batch-size", "8", "--amp", "off", "--workers", "0"]
+    if stage == "segment":
+        script, flags = segment, [*flags, "--data", scenes, "--crop-size", "32", "--classes", "11", "--width", "8", "--iterations", "4",
+                                  "--warmup-iterations", "1"]
+    else:
+        script = finetune if stage == "finetune" else linprobe
+        flags += ["--data", photos, "--epochs", "1", "--warmup-epochs", "0", *(["--probe", "ep"] if stage == "ep" else [])]
+    script.main(script.parse_args([*flags, "--out", str(tmp_path / "whole")]))
+    at_step(monkeypatch, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    for _ in range(2):
+        try:
+            script.main(script.parse_args([*flags, "--out", str(tmp_path / "parts")]))
+        except SystemExit as stop:
+            assert stop.code == 0 and model.load_checkpoint(tmp_path / "parts" / "last.pt")["step"] == 2
+    whole, parts = (model.load_checkpoint(tmp_path / name / "last.pt") for name in ("whole", "parts"))
+    assert parts["step"] == 4
+    equal_states(whole, parts)
+
+
+def test_a_signal_to_the_whole_process_group_spares_the_loader_until_the_step_is_done(toy, tmp_path):
+    toy[toy.index("--epochs") + 1] = "3000"
+    process = start(HERE / "pretrain.py", *toy, "--save-every", "1", "--workers", "2")
+    try:
+        wait_for(tmp_path / "run" / "epoch_0002.pt")
+        os.killpg(process.pid, signal.SIGTERM)
+        out, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and "Traceback" not in error and out.splitlines()[-1].startswith("SIGTERM: saved ")
+
+
+def wait_for(path, seconds=60):
+    for _ in range(10 * seconds):
+        if path.exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{path} has not appeared")
+
+
+def test_two_processes_leave_together_when_one_gets_the_signal(toy, tmp_path):
+    fault = """
+set_rate, steps = common.set_rate, []
+def wrapped(*args):
+    steps.append(1)
+    if len(steps) == 3 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    set_rate(*args)
+common.set_rate = wrapped"""
+    out = torchrun(2, driver(tmp_path, "pretrain", fault), *toy)          # asserts that torchrun exits with 0
+    assert out.splitlines()[-1].startswith("SIGTERM: saved ") and "of step 3." in out
+    assert model.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 3
+
+
+def test_a_save_that_torchrun_would_not_wait_for_is_not_begun(toy, tmp_path, monkeypatch, capsys):
+    train([*toy, "--max-steps", "1"])
+    before = (tmp_path / "run" / "last.pt").read_bytes()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    init = common.Watch.__init__
+    def remembers(self, *args):
+        init(self, *args)
+        self.cost = 31.0                                                  # the last save took longer than torchrun's 30 s
+    monkeypatch.setattr(common.Watch, "__init__", remembers)
+    at_step(monkeypatch, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as stop:
+        train(toy)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert stop.value.code == 0 and said.startswith("SIGTERM: not saved, for that takes 31 s and torchrun gives 30 s. ")
+    assert said.endswith("last.pt is good, of step 1.") and (tmp_path / "run" / "last.pt").read_bytes() == before
+
+
+def test_long_epochs_are_saved_by_the_clock(toy, tmp_path, monkeypatch):
+    saves, save = [], common.save
+    monkeypatch.setattr(common, "save", lambda path, **state: (saves.append((path.name, state["step"])), save(path, **state)))
+    whole, _ = train([*toy, "--out", str(tmp_path / "whole"), "--save-minutes", "0"])
+    assert saves == [("epoch_0000.pt", 0), ("epoch_0002.pt", 8), ("last.pt", 8)]      # what is done for good comes before last.pt
+    saves.clear()
+    clocked, _ = train([*toy, "--save-minutes", "1e-9"])
+    assert [step for name, step in saves if name == "last.pt"] == list(range(1, 9))
+    equal_states(whole, clocked)
+
+
+def test_a_process_killed_while_it_saves_goes_on_to_the_same_bits(toy, tmp_path):
+    fault = """
+save, saves = torch.save, []
+def kills(state, file):
+    saves.append(1)
+    if len(saves) == 4:
+        file.write(b"half a checkpoint"), file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(state, file)
+torch.save = kills"""
+    toy += ["--drop-path", "0.2"]
+    whole, _ = train([*toy, "--out", str(tmp_path / "whole")])
+    process = start(driver(tmp_path, "pretrain", fault), *toy, "--save-minutes", "1e-9")
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL and (tmp_path / "run" / "last.pt.tmp").exists()
+    assert model.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 2
+    equal_states(whole, train(toy)[0])
+    assert not (tmp_path / "run" / "last.pt.tmp").exists()
+
+
+def test_a_full_disk_stops_the_run_with_the_last_checkpoint(toy, tmp_path, capsys):
+    before = train([*toy, "--max-steps", "1"])[0]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))       # no file may grow beyond it: a disk with no more space
+    try:
+        error = refusal(capsys, pretrain, *toy)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    last = tmp_path / "run" / "last.pt"
+    assert re.search(rf"cannot write {tmp_path}/run/\w+.pt \(.*\). {last} is still there", error)
+    equal_states(before, model.load_checkpoint(last))
+    assert not list((tmp_path / "run").glob("*.tmp")) and train(toy)[0]["step"] == 8
+
+
+def test_the_number_of_processes_may_change_when_a_run_goes_on(toy, photos, tmp_path):
+    toy += ["--drop-path", "0"]
+    whole, _ = train([*toy, "--out", str(tmp_path / "whole")])
+    train([*toy, "--max-steps", "3"])
+    torchrun(2, "pretrain.py", *toy, "--max-steps", "6", "--workers", "1")
+    parts, _ = train(toy)
+    assert parts["step"] == 8
+    for name, value in whole["model"].items():
+        assert torch.allclose(value, parts["model"][name], atol=1e-4), name
+
+
+def test_numbers_that_stay_wrong_stop_the_run_and_never_reach_a_checkpoint(toy, tmp_path, monkeypatch, capsys):
+    toy[toy.index("--epochs") + 1] = "20"
+    toy += ["--save-minutes", "1e-9"]
+    good = train([*toy, "--max-steps", "15"])[0]
+    token_loss = pretrain.token_loss
+    monkeypatch.setattr(pretrain, "token_loss", lambda *args: token_loss(*args) * math.nan)
+    error = refusal(capsys, pretrain, *toy)
+    last = tmp_path / "run" / "last.pt"
+    assert re.match(rf"step 35: 20 updates in a row had no finite gradient. {last} is good, of step 34. To try: ", error)
+    for advice in (f"--out {tmp_path / 'run'} and --amp bf16 or off", "--lr", "--clip-grad"):
+        assert advice in error
+    stopped = model.load_checkpoint(last)
+    assert stopped["step"] == 34 and stopped["skipped"] == 19
+    for name, value in good["model"].items():
+        assert torch.equal(value, stopped["model"][name]), name                 # 19 updates, and nothing has moved
+    monkeypatch.undo()
+    assert train([*toy, "--max-steps", "36", "--amp", "bf16"])[0]["step"] == 36
+    assert f"{tmp_path / 'run'}: --amp was off, is bf16 from step 34 on" in capsys.readouterr().out
+
+
+def test_fewer_wrong_numbers_are_left_out_and_counted(toy, monkeypatch):
+    toy[toy.index("--epochs") + 1] = "20"
+    token_loss, calls = pretrain.token_loss, []
+    def sometimes(*args):
+        calls.append(1)
+        return token_loss(*args) * (math.nan if 5 < len(calls) <= 24 or len(calls) > 40 and len(calls) % 2 else 1.0)
+    monkeypatch.setattr(pretrain, "token_loss", sometimes)
+    state, log = train(toy)
+    assert state["step"] == 80 and state["skipped"] == 19 + 20 and [line["skipped_in_a_row"] for line in log] == [15, 19, 19, 19]
+    assert all(value.isfinite().all() for value in flatten(state["model"]))
+
+
+def test_a_weight_that_is_not_finite_is_never_saved(toy, tmp_path, capsys):
+    train([*toy, "--max-steps", "2"])
+    before = (tmp_path / "run" / "last.pt").read_bytes()
+    def poison(state):
+        state["model"]["head.bias"][0] = math.inf
+    poisoned = model.load_checkpoint(tmp_path / "run" / "last.pt")
+    args = pretrain.parse_args(toy)
+    watch = common.Watch(args, common.start(args), 2)
+    poison(poisoned)
+    with pytest.raises(common.UserError, match=r"step 3: a weight.* is not finite. .*last.pt is good, of step 2."):
+        watch.save(3, model=poisoned["model"], optimizer=poisoned["optimizer"])
+    watch.close()
+    assert (tmp_path / "run" / "last.pt").read_bytes() == before
+    assert "is not finite" in refusal(capsys, pretrain, *toy[:-1], str(tmp_path / "explodes"), "--lr", "1e39", "--warmup-epochs", "0")
+
+
+def test_a_skipped_update_leaves_no_trace_in_batch_norm():
+    norm = nn.BatchNorm1d(3)
+    optimizer, scaler = common.adamw(norm, 0.1, 0.0, (0.9, 0.95)), torch.amp.GradScaler("cpu", enabled=False)
+    for images, skips in ((torch.randn(4, 3), False), (torch.full((4, 3), math.nan), True), (torch.full((4, 3), math.inf), True)):
+        before = [buffer.clone() for buffer in norm.buffers()]
+        statistics = [(buffer, buffer.clone()) for buffer in norm.buffers()]
+        norm(images).sum().backward()
+        common.update(optimizer, scaler, 0.0, statistics)
+        same = [torch.equal(a, b) for a, b in zip(before, norm.buffers())]
+        assert all(same) if skips else not any(same)
+
+
+@pytest.mark.parametrize("stage", ("ep", "segment"))
+def test_statistics_of_a_skipped_step_are_not_kept(photos, scenes, tmp_path, monkeypatch, stage):
+    flags = [write_checkpoint(tmp_path / "e2.pt", experts=2), "--batch-size", "8", "--amp", "off", "--workers", "0", "--out", str(tmp_path / "run")]
+    normalize, calls = data.normalize, []
+    def spoiled(images):
+        calls.append(1)
+        return normalize(images) * (math.nan if len(calls) == 2 else 1.0)
+    monkeypatch.setattr(data, "normalize", spoiled)
+    if stage == "ep":
+        linprobe.main(linprobe.parse_args([*flags, "--probe", "ep", "--data", photos, "--epochs", "1", "--warmup-epochs", "0"]))
+    else:
+        segment.main(segment.parse_args([*flags, "--data", scenes, "--crop-size", "32", "--classes", "11", "--width", "8", "--iterations",
+                                         "4", "--warmup-iterations", "1"]))
+    state = model.load_checkpoint(tmp_path / "run" / "last.pt")
+    assert state["skipped"] == 1 and common.all_finite(state["model"])
+
+
+def test_a_router_that_collapses_is_warned_of_once(toy, monkeypatch, capsys):
+    toy[toy.index("--epochs") + 1] = "20"
+    objectives_, steps = pretrain.objectives, []
+    def collapses(*args):
+        steps.append(1)
+        losses, regularizers, metrics = objectives_(*args)
+        return losses, regularizers, metrics | {"token_ratio": torch.tensor(0.15 if len(steps) > 20 else 0.25)}
+    monkeypatch.setattr(pretrain, "objectives", collapses)
+    train(toy)
+    warnings_ = [line for line in re.split("[\n\r]", capsys.readouterr().err) if "collapses" in line]
+    assert len(warnings_) == 1 and warnings_[0].startswith("step 40: the router collapses: token_ratio") and "0.150" in warnings_[0]
+
+
+def test_a_second_run_in_the_same_folder_says_so_and_leaves(toy, tmp_path, capsys):
+    holder = subprocess.Popen([sys.executable, "-c", "import sys, common; from pathlib import Path; folder = Path(sys.argv[1]); "
+                               "common.make_folder(folder); common.lock(folder); print('locked', flush=True); sys.stdin.read()",
+                               str(tmp_path / "run")], cwd=HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "locked\n"
+    error = refusal(capsys, pretrain, *toy)
+    assert error.startswith(f"another run works in {tmp_path / 'run'} (process {holder.pid} on ")
+    holder.kill(), holder.wait()
+    assert train([*toy, "--max-steps", "1"])[0]["step"] == 1                    # however the first one ended
+
+
+def test_a_log_with_broken_lines_is_gone_on_from(toy, tmp_path):
+    train([*toy, "--max-steps", "4", "--save-minutes", "1e-9"])
+    log = tmp_path / "run" / "log.jsonl"
+    log.write_text(log.read_text() + "\0\0\0}\n" + '{"step": 3, "lo')
+    _, lines = train(toy)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 8]
+
+
+def test_a_last_checkpoint_that_cannot_be_gone_on_from_is_named(toy, tmp_path, capsys):
+    state, _ = train([*toy, "--max-steps", "2"])
+    last = tmp_path / "run" / "last.pt"
+    common.save(last, **{name: value for name, value in state.items() if name not in ("skipped", "optimizer")})
+    assert "last.pt cannot be gone on from: it lacks optimizer, skipped" in refusal(capsys, pretrain, *toy)
+    common.save(last, **state | {"model": {"head.weight": torch.zeros(1)}})
+    assert "last.pt does not fit the model of these flags" in refusal(capsys, pretrain, *toy)
+    last.write_bytes(last.read_bytes()[:1000])
+    assert "is no checkpoint of ours" in refusal(capsys, pretrain, *toy)
 
 
 # -------------------------------------------------------------------------------------------------------------- speed
