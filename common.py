@@ -89,7 +89,7 @@ def add_common_flags(parser: argparse.ArgumentParser, batch_size: int, seed: boo
     group.add_argument("--out", help=f"folder for the results ({out})")
     group.add_argument("--batch-size", type=positive_int, default=batch_size, help="images per step, over all processes "
                        "(default: %(default)s)")
-    group.add_argument("--workers", type=natural, default=None, metavar="N",
+    group.add_argument("--workers", type=number(int, lambda x: 0 <= x <= 256, "whole number from 0 to 256"), default=None, metavar="N",
                        help="loader processes for each training process (default: its share of the cores, at most 8)")
     group.add_argument("--amp", choices=("fp16", "bf16", "off"), default="fp16",
                        help="precision of matrix products (default: %(default)s; without CUDA fp16 becomes bf16)")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import tv_tensors
@@ -35,18 +36,24 @@ def read_image(path: str) -> Tensor:
     """The image file as RGB, uint8 [3, H, W], upright by its EXIF orientation. UserError with the path if it is none."""
     try:
         encoded = np.fromfile(path, dtype=np.uint8)
+        picture = Image.open(io.BytesIO(encoded))               # reads the header alone, and refuses absurd sizes before they are decoded
         try:
             image = decode_image(torch.from_numpy(encoded), ImageReadMode.RGB, apply_exif_orientation=True)
         except (RuntimeError, ValueError):      # a format, a colour space or a fault that torchvision cannot take
-            image = decode_with_pillow(encoded.tobytes())
-        return TF.to_dtype(image, torch.uint8, scale=True)      # 16-bit PNGs come as uint16
+            image = decode_with_pillow(picture)
+        image = image[0] if image.ndim == 4 else image          # of an animation, the first picture
+        return TF.to_dtype(image, torch.uint8, scale=True)      # 16 bits come as uint16
     except Exception as error:                  # Pillow alone raises a dozen kinds for broken files
         raise UserError(f"cannot read the image {path} ({type(error).__name__}: {error})", everywhere=True) from error
 
 
-def decode_with_pillow(encoded: bytes) -> Tensor:
-    from PIL import Image, ImageOps
-    return TF.pil_to_tensor(ImageOps.exif_transpose(Image.open(io.BytesIO(encoded))).convert("RGB"))
+def decode_with_pillow(picture: Image.Image) -> Tensor:
+    if picture.mode in ("I", "F"):
+        raise ValueError(f"mode {picture.mode} does not say which number is white")
+    picture = ImageOps.exif_transpose(picture)
+    if picture.mode.startswith("I;16"):         # convert would cut at 255 what goes up to 65535
+        return torch.from_numpy(np.array(picture, dtype=np.uint16)).expand(3, -1, -1)
+    return TF.pil_to_tensor(picture.convert("RGB"))
 
 
 class Folder:
@@ -115,16 +122,16 @@ class Scenes:
         return read_image(self.paths[index]), 0
 
     def annotation(self, index: int) -> Tensor:
-        from PIL import Image
         path = self.annotations[index]
         try:
             picture = Image.open(path)
-            if picture.mode not in ("L", "P"):
-                raise UserError(f"the annotation {path} has mode {picture.mode}; expected one 8-bit class for each pixel (L or P)",
-                                everywhere=True)
-            return torch.from_numpy(np.array(picture, dtype=np.uint8))
-        except OSError as error:
-            raise UserError(f"cannot read the annotation {path} ({error})", everywhere=True) from error
+            classes = torch.from_numpy(np.array(picture, dtype=np.uint8)) if picture.mode in ("L", "P") else None
+        except Exception as error:              # as for images
+            raise UserError(f"cannot read the annotation {path} ({type(error).__name__}: {error})", everywhere=True) from error
+        if classes is None:
+            raise UserError(f"the annotation {path} has mode {picture.mode}; expected one 8-bit class for each pixel (L or P)",
+                            everywhere=True)
+        return classes
 
     def mask(self, index: int) -> Tensor:
         return torch.isin(self.annotation(index), torch.tensor(self.foreground, dtype=torch.uint8))
@@ -245,6 +252,9 @@ def resize(image: Tensor, height: int, width: int) -> Tensor:
 
 def centre_view(image: Tensor, size: int) -> Tensor:
     """The evaluation view, uint8 [3, size, size]: shorter side to 256/224 of `size`, then the centre."""
+    height, width = image.shape[-2:]
+    longest = 4 * min(height, width)      # of a longer side, the middle is all that will be seen: do not resize the rest
+    image = TF.center_crop(image, [min(height, longest), min(width, longest)])
     image = TF.resize(image, round(size * 256 / 224), interpolation=InterpolationMode.BICUBIC, antialias=True)
     return TF.center_crop(image, [size, size])
 
@@ -361,6 +371,9 @@ class SceneViews(Dataset):
         name = self.scenes.annotations[index] if isinstance(self.scenes, Scenes) else index
         if annotation.shape != image.shape[1:]:
             raise UserError(f"the annotation {name} is {tuple(annotation.shape)}, its image {tuple(image.shape[1:])}", everywhere=True)
+        if max(image.shape[1:]) > 16 * min(image.shape[1:]):
+            raise UserError(f"the image of {name} is {image.shape[2]} x {image.shape[1]}: more than 16 times as long as wide cannot be "
+                            "segmented", everywhere=True)
         if annotation.max() > self.classes:
             raise UserError(f"the annotation {name} has class {annotation.max()}, but --classes is {self.classes}", everywhere=True)
         return image, annotation

@@ -10,6 +10,8 @@ import contextlib
 import logging
 import math
 import pickle
+import re
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -456,6 +458,9 @@ def quiet_logging():
 
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
+FITS = "What fits: a checkpoint of ours, the authors' release, or a ViT's weights with timm's names (timm, DeiT, MAE)"
+
+
 def load_checkpoint(path: str | Path) -> dict:
     """A checkpoint of any of our stages, or other people's ViT weights in the same form: a dict of "model" (the encoder's
     parameters begin with "encoder."), "encoder" (what rebuilds it) and "args".
@@ -463,23 +468,71 @@ def load_checkpoint(path: str | Path) -> dict:
     Reads plain ViT state dicts with timm's names (timm, DeiT, MAE) and the authors' release. Only tensors, numbers and
     strings are ever unpickled; ValueError for a file that holds more, or something else.
     """
+    checkpoint = read_tensors(path)
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError:
-        raise ValueError(f"there is no checkpoint {path}") from None
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} is no checkpoint of ours, or holds more than tensors, numbers and strings, which could run code when read "
-            f"({first_line(error)}). If you trust where it comes from, convert it: python -c \"import torch; torch.save({{'model': "
-            f"torch.load('{path}', map_location='cpu', weights_only=False)['model']}}, 'converted.pt')\"") from error
-    except (OSError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is no checkpoint of ours ({first_line(error)})") from error
-    if isinstance(checkpoint, dict) and {"model", "encoder", "args"} <= checkpoint.keys():
-        return checkpoint
-    try:
+        if isinstance(checkpoint, dict) and {"model", "encoder", "args"} <= checkpoint.keys():
+            check_format(checkpoint)
+            return checkpoint
         return convert_foreign(checkpoint)
-    except ValueError as error:
-        raise ValueError(f"{path} is no checkpoint of ours and no ViT with timm's names: {error}") from error
+    except Exception as error:      # a stranger's file may have anything anywhere
+        raise ValueError(f"{path} is no checkpoint of ours and no ViT with timm's names: {first_line(error)}. {FITS}") from error
+
+
+def read_tensors(path: str | Path):
+    """What torch.save has written, without ever running code from the file. ValueError where it is something else."""
+    if not Path(path).exists():
+        raise ValueError(f"there is no checkpoint {path}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError as error:
+                if "mmap can only be used" not in str(error):
+                    raise
+                return torch.load(path, map_location="cpu", weights_only=True)      # the format of PyTorch before 1.6
+    except Exception as error:      # a file can be damaged in a dozen ways
+        says = str(error)
+        if isinstance(error, pickle.UnpicklingError) and re.search("GLOBAL|global|class", says):
+            raise ValueError(
+                f"{path} is no checkpoint of ours: it holds more than tensors, numbers and strings, which could run code when read. If "
+                f"you trust where it comes from, convert it: python -c \"import torch; torch.save({{'model': torch.load('{path}', "
+                "map_location='cpu', weights_only=False)['model']}, 'converted.pt')\"") from error
+        cause = f"PyTorch cannot read it ({type(error).__name__}: {first_line(error)})"
+        if Path(path).is_file() and Path(path).stat().st_size == 0:
+            cause = "it is empty"
+        elif isinstance(error, pickle.UnpicklingError):
+            cause = "PyTorch has not written it, or it is damaged"
+        elif "central directory" in says or "not a ZIP archive" in says:
+            cause = "it is cut off or damaged"
+        elif "TorchScript" in says:
+            cause = "it is a TorchScript archive, as OpenAI's CLIP files are: such a file is for --teacher, as MODEL/FILE"
+        raise ValueError(f"{path} is no checkpoint of ours: {cause}. {FITS}") from error
+
+
+def check_format(checkpoint: dict):
+    """ValueError unless a file with our keys also has what belongs under them."""
+    for name in ("model", "encoder", "args"):
+        if not isinstance(checkpoint[name], dict):
+            raise ValueError(f"its {name!r} is no dict")
+    model, config = checkpoint["model"], checkpoint["encoder"]
+    if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in model.items()):
+        raise ValueError("its 'model' holds more than named tensors")
+    names = {"image_size", "patch_size", "dim", "depth", "heads", "experts", "moe_blocks"}
+    if config.keys() != names:
+        raise ValueError(f"its encoder has {', '.join(map(str, config))}, but this version reads {', '.join(sorted(names))}")
+    numbers = [config[name] for name in sorted(names - {"moe_blocks"})]
+    if not (isinstance(config["moe_blocks"], list) and all(type(n) is int and n >= 0 for n in numbers + config["moe_blocks"])
+            and 0 < config["depth"] <= len(model) and config["patch_size"] and config["heads"] and config["dim"] % config["heads"] == 0):
+        raise ValueError(f"its encoder is impossible: {config}")
+
+
+def misfit(encoder_config: dict, state: dict[str, Tensor]) -> str | None:
+    """The first parameter of an encoder that `state` lacks, or has in another shape; None where all fit."""
+    with torch.device("meta"):
+        expected = ViT(**encoder_config).state_dict()
+    return next((f"{name} is missing or has another shape" for name, value in expected.items()
+                 if name not in state or state[name].shape != value.shape), None)
 
 
 def convert_foreign(checkpoint: dict) -> dict:
@@ -489,6 +542,8 @@ def convert_foreign(checkpoint: dict) -> dict:
             checkpoint = checkpoint[wrapper]
     if not isinstance(checkpoint, dict):
         raise ValueError("it is no dict of tensors")
+    if any("visual.conv1.weight" in str(key) for key in checkpoint):
+        raise ValueError("it is a CLIP model, which is for --teacher, as MODEL/FILE")
     state = {str(key).removeprefix("module."): value for key, value in checkpoint.items() if isinstance(value, Tensor)}
     if any(key.startswith("student.") for key in state):      # the authors' release keeps other networks beside it
         state = {key.removeprefix("student."): value for key, value in state.items() if key.startswith("student.")}
@@ -496,7 +551,7 @@ def convert_foreign(checkpoint: dict) -> dict:
         raise ValueError("it lacks patch_embed.proj.weight, pos_embed, cls_token or norm.weight")
 
     dim, _, patch_size, _ = state["patch_embed.proj.weight"].shape
-    depth = 1 + max((int(key.split(".")[1]) for key in state if key.startswith("blocks.")), default=-1)
+    depth = len({key.split(".")[1] for key in state if key.startswith("blocks.")})
     moe_blocks = [i for i in range(depth) if f"blocks.{i}.mlp.phi" in state]
     experts = state[f"blocks.{moe_blocks[0]}.mlp.phi"].reshape(dim, -1).shape[1] if moe_blocks else 0
     config = dict(image_size=math.isqrt(state["pos_embed"].shape[1] - 1) * patch_size, patch_size=patch_size, dim=dim,
@@ -515,12 +570,10 @@ def convert_foreign(checkpoint: dict) -> dict:
                 layers = [at + f"mlp.experts.{e}.fc{n}." for e in range(experts)]
                 state[at + f"mlp.w{n}"] = torch.stack([state.pop(layer + "weight").T for layer in layers])
                 state[at + f"mlp.b{n}"] = torch.stack([state.pop(layer + "bias") for layer in layers])
-    with torch.device("meta"):
-        expected = ViT(**config).state_dict()
-    misfits = [key for key, value in expected.items() if key not in state or state[key].shape != value.shape]
-    if misfits:
-        raise ValueError(f"{misfits[0]} is missing or has another shape")
-    model = {f"encoder.{key}": state[key] for key in expected}
+    if wrong := misfit(config, state):
+        raise ValueError(wrong)
+    ours = ("patch_embed.", "cls_token", "pos_embed", "blocks.", "norm.")
+    model = {f"encoder.{key}": value for key, value in state.items() if key.startswith(ours)}
     model |= {f"head.{key}": state[f"distill_head.{key}"] for key in ("weight", "bias") if f"distill_head.{key}" in state}
     return {"model": model, "encoder": config, "args": {}}
 
@@ -538,10 +591,12 @@ def load_encoder(path: str | Path, grid: int | None = None, **dropouts) -> ViT:
     if grid is not None:
         config["image_size"] = grid * config["patch_size"]
         state |= {"pos_embed": resize_pos_embed(state["pos_embed"], grid)} if "pos_embed" in state else {}
-    encoder = ViT(**config, **dropouts)
     try:
+        if wrong := misfit(config, state):      # before anything of a stranger's size is built
+            raise ValueError(wrong)
+        encoder = ViT(**config, **dropouts)
         encoder.load_state_dict(state)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise ValueError(f"{path} holds no whole encoder ({first_line(error)})") from error
     return encoder
 

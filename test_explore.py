@@ -1,11 +1,13 @@
 """The tests, as statements about the method. CPU, no network: `python -m pytest -q test_explore.py`"""
 
+import argparse
 import ast
 import json
 import math
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -2103,10 +2105,81 @@ def test_a_last_checkpoint_that_cannot_be_gone_on_from_is_named(toy, tmp_path, c
     last = tmp_path / "run" / "last.pt"
     common.save(last, **{name: value for name, value in state.items() if name not in ("skipped", "optimizer")})
     assert "last.pt cannot be gone on from: it lacks optimizer, skipped" in refusal(capsys, pretrain, *toy)
-    common.save(last, **state | {"model": {"head.weight": torch.zeros(1)}})
+    common.save(last, **state | {"model": state["model"] | {"head.weight": torch.zeros(1)}})
     assert "last.pt does not fit the model of these flags" in refusal(capsys, pretrain, *toy)
     last.write_bytes(last.read_bytes()[:1000])
     assert "is no checkpoint of ours" in refusal(capsys, pretrain, *toy)
+
+
+ODD_NUMBERS = ("0", "-1", "0.5", "-0.5", "1", "1e-300", "1e300", "999999937", "8000000000", "1" + "0" * 30, "1" + "0" * 400, "nan", "inf", "-inf", "", "x")
+
+
+def numeric_flags(script, *argv):
+    """The flags that take numbers -> how many each takes, from the script's own parser."""
+    parsers = []
+    parse_args = argparse.ArgumentParser.parse_args
+    def spy(parser, *args, **kwargs):
+        parsers.append(parser)
+        return parse_args(parser, *args, **kwargs)
+    argparse.ArgumentParser.parse_args = spy
+    try:
+        script.parse_args(list(argv))
+    finally:
+        argparse.ArgumentParser.parse_args = parse_args
+    return {action.option_strings[0]: action.nargs if isinstance(action.nargs, int) else 1
+            for action in parsers[0]._actions if action.type is not None and action.option_strings}
+
+
+def outcome(script, argv, seconds=120):
+    """Runs a script's main as its `__main__` does -> "works", or the exit code; fails on any other exception and on a hang."""
+    def too_long(number, frame):
+        raise AssertionError(f"{argv} hangs")
+    signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(seconds)
+    try:
+        common.run(script.main, script.parse_args(argv))
+    except SystemExit as stop:
+        return stop.code
+    finally:
+        signal.alarm(0)
+    return "works"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ("pretrain", "bench", "finetune", "linprobe", "segment", "knn", "routing"))
+def test_slow_every_numeric_flag_at_odd_numbers(stage, photos, scenes, teacher, tmp_path, capsys):
+    """Zero, negative, tiny, huge, not a number: an error of one line or sensible work, never a traceback or a hang."""
+    experts = write_checkpoint(tmp_path / "e2.pt", experts=2)
+    common_flags = ["--batch-size", "8", "--amp", "off", "--workers", "0"]
+    one_step = ["--epochs", "1", "--warmup-epochs", "0", "--max-steps", "1"]
+    script, argv = {
+        "pretrain": (pretrain, [*TOY, *one_step, "--data", photos, "--teacher", teacher, "--objective", "token_cls_pixel"]),
+        "bench": (pretrain, [*TOY, "--teacher", teacher, "--bench", "1", "--balance", "gradnorm"]),
+        "finetune": (finetune, [experts, *common_flags, *one_step, "--data", photos]),
+        "linprobe": (linprobe, [experts, *common_flags, *one_step, "--data", photos]),
+        "segment": (segment, [experts, *common_flags, "--data", scenes, "--crop-size", "32", "--classes", "11", "--width", "8",
+                              "--iterations", "4", "--warmup-iterations", "1", "--max-steps", "1"]),
+        "knn": (knn, [experts, *common_flags, "--data", photos]),
+        "routing": (routing, [experts, *common_flags, "--data", photos])}[stage]
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2 ** 34, limits[1]))             # what does not fit into 16 GiB is out of memory
+    counts = {}
+    try:
+        for flag, values in numeric_flags(script, *argv).items():
+            for number in ODD_NUMBERS:
+                if stage == "bench" and flag in ("--bench", "--batch-size") and len(number) > 8:      # as many as were asked for
+                    continue
+                shutil.rmtree(tmp_path / "run", ignore_errors=True)
+                result = outcome(script, [*argv, "--out", str(tmp_path / "run"), flag, *[number] * values])
+                error = capsys.readouterr().err
+                assert result in ("works", 1, 2) and "Traceback" not in error, (flag, number, error)
+                assert result == "works" or "error: " in error, (flag, number, error)
+                counts[result] = counts.get(result, 0) + 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    with capsys.disabled():
+        print(f"\n{stage}: {counts}")
+    assert counts["works"] > 10 and counts[2] > 50
 
 
 # -------------------------------------------------------------------------------------------------------------- speed
