@@ -527,12 +527,14 @@ def check_format(checkpoint: dict):
         raise ValueError(f"its encoder is impossible: {config}")
 
 
-def misfit(encoder_config: dict, state: dict[str, Tensor]) -> str | None:
-    """The first parameter of an encoder that `state` lacks, or has in another shape; None where all fit."""
+def misfit(config: dict, state: dict[str, Tensor]) -> str | None:
+    """What keeps `state` from being that of an encoder with this `config`: the first name of it; None where all fit."""
     with torch.device("meta"):
-        expected = ViT(**encoder_config).state_dict()
-    return next((f"{name} is missing or has another shape" for name, value in expected.items()
-                 if name not in state or state[name].shape != value.shape), None)
+        expected = ViT(**config).state_dict()
+    for name, value in expected.items():
+        if name not in state or state[name].shape != value.shape:
+            return f"{name} is missing or has another shape"
+    return next((f"{name} has no place in it" for name in state if name not in expected), None)
 
 
 def convert_foreign(checkpoint: dict) -> dict:
@@ -570,10 +572,10 @@ def convert_foreign(checkpoint: dict) -> dict:
                 layers = [at + f"mlp.experts.{e}.fc{n}." for e in range(experts)]
                 state[at + f"mlp.w{n}"] = torch.stack([state.pop(layer + "weight").T for layer in layers])
                 state[at + f"mlp.b{n}"] = torch.stack([state.pop(layer + "bias") for layer in layers])
-    if wrong := misfit(config, state):
+    encoder = {key: value for key, value in state.items() if re.match("(patch_embed|cls_token|pos_embed|blocks|norm)([.]|$)", key)}
+    if wrong := misfit(config, encoder):
         raise ValueError(wrong)
-    ours = ("patch_embed.", "cls_token", "pos_embed", "blocks.", "norm.")
-    model = {f"encoder.{key}": value for key, value in state.items() if key.startswith(ours)}
+    model = {f"encoder.{key}": value for key, value in encoder.items()}
     model |= {f"head.{key}": state[f"distill_head.{key}"] for key in ("weight", "bias") if f"distill_head.{key}" in state}
     return {"model": model, "encoder": config, "args": {}}
 

@@ -2,6 +2,8 @@
 
 import argparse
 import ast
+import contextlib
+import io
 import json
 import math
 import os
@@ -102,9 +104,12 @@ def train(argv):
     return model.load_checkpoint(out / "last.pt"), [json.loads(line) for line in open(out / "log.jsonl")]
 
 
-def torchrun(processes, script, *argv):
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+
+
+def torchrun(processes, script, *argv, options=()):
     """A real torchrun on the CPU -> its standard output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, *TORCHRUN, str(processes), *options]
     done = subprocess.run([*command, str(HERE / script), *argv], cwd=HERE, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -1342,18 +1347,6 @@ def test_bad_segmentation_input_is_named(scenes, tmp_path, capsys):
                             (["--classes", "5"], "but --classes is 5"), (["--data", str(tmp_path)], "expected ADE20K's layout"),
                             (["--eval-only"], "--eval-only: there is no checkpoint")):
         assert expected in refusal(capsys, segment, *segmentation(scenes, tmp_path, *flags)), flags
-    for kind in ("images", "annotations"):
-        for split in ("training", "validation"):
-            (tmp_path / kind / split).mkdir(parents=True)
-    for split in ("training", "validation"):
-        for i in range(4):
-            Image.new("RGB", (20, 30)).save(tmp_path / "images" / split / f"{i}.jpg")
-    for make, expected in ((lambda path: Image.new("L", (20, 31)).save(path), "is (31, 20), its image (30, 20)"),
-                           (lambda path: Image.new("RGB", (20, 30)).save(path), "has mode RGB; expected one 8-bit class"),
-                           (lambda path: path.write_bytes(b"nothing"), "cannot read the annotation")):
-        for i in range(4):
-            make(tmp_path / "annotations" / "training" / f"{i}.png")
-        assert expected in refusal(capsys, segment, *segmentation(str(tmp_path), tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------- other people's weights
@@ -1842,8 +1835,8 @@ def driver(tmp_path, script, fault):
     return path
 
 
-def start(program, *argv, **kwargs):
-    return subprocess.Popen([sys.executable, str(program), *argv], cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+def start(*argv, **kwargs):
+    return subprocess.Popen([sys.executable, *map(str, argv)], cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             start_new_session=True, **kwargs)
 
 
@@ -1916,6 +1909,93 @@ common.set_rate = wrapped"""
     out = torchrun(2, driver(tmp_path, "pretrain", fault), *toy)          # asserts that torchrun exits with 0
     assert out.splitlines()[-1].startswith("SIGTERM: saved ") and "of step 3." in out
     assert model.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 3
+
+
+def test_torchrun_passes_the_signal_on_and_waits_for_the_checkpoint(toy, tmp_path):
+    toy[toy.index("--epochs") + 1] = "3000"
+    process = start("-m", *TORCHRUN[1:], "2", str(HERE / "pretrain.py"), *toy, "--save-every", "1")
+    try:
+        wait_for(tmp_path / "run" / "epoch_0002.pt")
+        process.send_signal(signal.SIGTERM)
+        out, error = process.communicate(timeout=60)
+    finally:
+        kill_tree(process.pid)
+    assert process.returncode != 0                                        # torchrun's own code for a signal
+    step = model.load_checkpoint(tmp_path / "run" / "last.pt")["step"]
+    assert out.splitlines()[-1] == f"SIGTERM: saved {tmp_path / 'run' / 'last.pt'} of step {step}. The same command goes on from there."
+
+
+def test_torchruns_own_restart_goes_on_to_the_same_bits(toy, tmp_path):
+    fault = """
+set_rate, steps = common.set_rate, []
+def wrapped(*args):
+    steps.append(1)
+    if len(steps) == 4 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    set_rate(*args)
+common.set_rate = wrapped"""
+    toy += ["--drop-path", "0.2", "--save-minutes", "1e-9"]
+    torchrun(2, "pretrain.py", *toy, "--out", str(tmp_path / "whole"))
+    torchrun(2, driver(tmp_path, "pretrain", fault), *toy, options=["--max-restarts", "2"])
+    equal_states(*(model.load_checkpoint(tmp_path / name / "last.pt") for name in ("whole", "run")))
+
+
+def kill_tree(pid):
+    """SIGKILL for a process and all that it has started, whichever session they are in."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            child, parent = stat.read_text().rpartition(")")[::2]
+            parents.setdefault(int(parent.split()[1]), []).append(int(child.split()[0]))
+    family = [pid]
+    for member in family:
+        family += parents.get(member, [])
+    for member in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage, processes", (("pretrain", 1), ("pretrain", 2), ("finetune", 1), ("linprobe", 1), ("segment", 1)))
+def test_slow_killed_20_times_a_run_ends_with_the_same_bits(photos, scenes, teacher, tmp_path, capsys, stage, processes):
+    """SIGKILL at random moments, while it starts, trains and writes."""
+    experts, rng = write_checkpoint(tmp_path / "e2.pt", experts=2), np.random.default_rng(0)
+    flags = ["--batch-size", "8", "--amp", "off", "--save-minutes", "1e-9", "--workers", "1", *dict(
+        pretrain=["--model", "vit_nano", "--image-size", "32", "--patch-size", "8", "--data", photos, "--teacher", teacher, "--epochs", "60",
+                  "--warmup-epochs", "1", "--drop-path", "0.2", "--objective", "token_cls_pixel", "--balance", "gradnorm", "--save-every", "7"],
+        finetune=[experts, "--data", photos, "--epochs", "60", "--warmup-epochs", "1", "--save-every", "7"],
+        linprobe=[experts, "--probe", "ep", "--data", photos, "--epochs", "60", "--warmup-epochs", "1", "--save-every", "7"],
+        segment=[experts, "--data", scenes, "--crop-size", "32", "--classes", "11", "--width", "8", "--iterations", "240", "--warmup-iterations",
+                 "4", "--save-every", "31"])[stage]]
+    command = [*(TORCHRUN + [str(processes)] if processes > 1 else []), str(HERE / f"{stage}.py"), *flags, "--out"]
+    last, steps, halves = tmp_path / "parts" / "last.pt", [], 0
+    for _ in range(20):
+        before = last.stat().st_mtime_ns if last.exists() else 0
+        process = start(*command, str(tmp_path / "parts"))
+        if rng.random() < 0.2:
+            time.sleep(rng.uniform(0, 8))
+        else:
+            for _ in range(600):                                          # until it trains, and a little longer
+                if process.poll() is not None or last.exists() and last.stat().st_mtime_ns > before:
+                    break
+                time.sleep(0.05)
+            time.sleep(rng.uniform(0, 0.4))
+        assert process.poll() is None, process.communicate()              # it was still at work
+        kill_tree(process.pid)
+        process.communicate()
+        halves += (tmp_path / "parts" / "last.pt.tmp").exists()
+        steps.append(model.load_checkpoint(last)["step"] if last.exists() else 0)
+    for folder in ("parts", "whole"):
+        done = subprocess.run([sys.executable, *command, str(tmp_path / folder)], cwd=HERE, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    whole, parts = (model.load_checkpoint(tmp_path / name / "last.pt") for name in ("whole", "parts"))
+    with capsys.disabled():
+        print(f"\n{stage}, {processes} processes: 20 kills, {halves} of them while a checkpoint was being written; last.pt at steps {steps}, then {parts['step']}")
+    assert steps == sorted(steps) and 0 < steps[-1] < parts["step"] == 240 and halves > 0
+    equal_states(whole, parts)
+    for name in {path.name for folder in ("whole", "parts") for path in (tmp_path / folder).glob("*.pt")} - {"last.pt"}:
+        for a, b in zip(*(flatten(model.load_checkpoint(tmp_path / folder / name)["model"]) for folder in ("whole", "parts")), strict=True):
+            assert torch.equal(a, b), name                                # what is kept for good, too
 
 
 def test_a_save_that_torchrun_would_not_wait_for_is_not_begun(toy, tmp_path, monkeypatch, capsys):
@@ -2109,6 +2189,239 @@ def test_a_last_checkpoint_that_cannot_be_gone_on_from_is_named(toy, tmp_path, c
     assert "last.pt does not fit the model of these flags" in refusal(capsys, pretrain, *toy)
     last.write_bytes(last.read_bytes()[:1000])
     assert "is no checkpoint of ours" in refusal(capsys, pretrain, *toy)
+
+
+def odd_images(folder):
+    """File name -> the picture that it holds [H, W, 3], for everything that loads but JPEG's own rounding; writes the files."""
+    y, x = np.mgrid[0:64, 0:80]
+    picture = np.stack([y * 3, x * 3, x + y], -1).astype(np.uint8)
+    image = Image.fromarray(picture)
+    grey = np.asarray(image.convert("L"))
+    turned, movie = Image.Exif(), dict(save_all=True, append_images=[image.transpose(0), image.transpose(1)])
+    turned[0x0112] = 6                                                     # stored lying on its side
+    wanted = {}
+    for name, stored, shown, how in (
+            ("png_named.JPEG", image, picture, dict(format="PNG")), ("cmyk.jpg", image.convert("CMYK"), picture, dict(quality=95)),
+            ("grey.jpg", image.convert("L"), grey, dict(quality=95)), ("progressive.jpg", image, picture, dict(quality=95, progressive=True)),
+            ("turned.jpg", image.transpose(2), picture, dict(quality=95, exif=turned.tobytes())),
+            ("16bit.png", Image.fromarray(grey.astype(np.uint16) * 257), grey, {}), ("16bit.tif", Image.fromarray(grey.astype(np.uint16) * 257), grey, {}),
+            ("bilevel.png", image.convert("1"), np.asarray(image.convert("1")) * np.uint8(255), {}), ("alpha.png", image.convert("RGBA"), picture, {}),
+            ("movie.png", image, picture, movie), ("movie.webp", image, picture, movie | dict(lossless=True)),
+            ("movie.gif", image.convert("P"), np.asarray(image.convert("P").convert("RGB")), movie), ("one.jpg", Image.new("RGB", (1, 1), "red"), np.array([[[254, 0, 0]]]), {}),
+            ("long.jpg", Image.new("RGB", (20000, 10), "red"), np.full((10, 20000, 3), (254, 0, 0)), {}),
+            (os.fsdecode(b"caf\xe9.png"), image, picture, {})):
+        stored.save(os.path.join(folder, name), **how)
+        wanted[name] = np.broadcast_to(shown[..., None] if shown.ndim == 2 else shown, (*shown.shape[:2], 3))
+    return wanted
+
+
+def test_odd_images_load_right(tmp_path):
+    """A PNG named .JPEG, CMYK, grey, 16 bits, animations, 1 x 1, 20000 x 10, turned by EXIF, a name that is not UTF-8."""
+    folder = tmp_path / "train" / "ant"
+    folder.mkdir(parents=True)
+    wanted = odd_images(folder)
+    (folder / "directory.jpg").mkdir()                                     # is no image
+    images = data.Folder(str(tmp_path), "train")
+    assert len(images) == len(wanted)
+    for i, path in enumerate(images.paths):
+        name = os.path.basename(os.fsdecode(path))
+        image = images[i][0].permute(1, 2, 0).numpy()
+        assert image.dtype == np.uint8 and image.shape == wanted[name].shape, name
+        assert np.abs(image.astype(int) - wanted[name]).mean() < (2 if name.endswith("jpg") else 0.5), name
+    views, order = data.TrainViews(images, 32, 0, grid=4, mask_ratio=0.4), data.TrainOrder(len(wanted), len(wanted), len(wanted), 0, 0, 2)
+    assert [batch["image"].shape for batch in data.load(views, order, 1, torch.device("cpu"))] == 2 * [(len(wanted), 3, 32, 32)]
+    order = data.EvalOrder(len(images), 4)
+    assert sum(len(batch["image"]) for batch in data.load(data.CentreViews(images, 32), order, 1, torch.device("cpu"))) == len(wanted)
+
+
+def test_of_a_very_long_image_only_the_middle_is_resized():
+    image = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, 10, 20000), dtype=np.uint8))
+    assert torch.equal(data.centre_view(image, 224), data.centre_view(image[:, :, 9980:10020], 224))
+    assert torch.equal(data.centre_view(image.mT, 224), data.centre_view(image[:, :, 9980:10020].mT, 224))
+
+
+@pytest.mark.parametrize("fault", ("empty", "cut", "cut_early", "text", "float.tif", "bomb", "gone", "no_permission_to_be_a_file"))
+def test_images_that_do_not_load_stop_the_run_with_their_path(tmp_path, capsys, teacher, monkeypatch, fault):
+    folder = tmp_path / "train" / "ant"
+    folder.mkdir(parents=True)
+    for i in range(8):
+        Image.fromarray(np.random.default_rng(i).integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(folder / f"{i}.jpg")
+    path = folder / "3.jpg"
+    whole = path.read_bytes()
+    at = whole.index(b"\xff\xc0")                                          # the frame header: height and width follow
+    flags = [*TOY, "--data", str(tmp_path), "--teacher", teacher, "--out", str(tmp_path / "run"), "--epochs", "2", "--warmup-epochs", "0"]
+    if fault == "gone":
+        at_step(monkeypatch, 0, path.unlink)                               # while the epoch is under way
+    elif fault == "float.tif":
+        path.unlink()
+        path = folder / "3.tif"
+        Image.fromarray(np.zeros((8, 8), np.float32)).save(path)
+    elif fault == "no_permission_to_be_a_file":
+        at_step(monkeypatch, 0, lambda: (path.unlink(), path.mkdir()))
+    else:
+        path.write_bytes({"empty": b"", "cut": whole[:-40], "cut_early": whole[:150], "text": b"no image at all",
+                          "bomb": whole[:at + 5] + b"\xf0\xf0\xf0\xf0" + whole[at + 9:]}[fault])
+    assert f"cannot read the image {path} (" in refusal(capsys, pretrain, *flags)
+
+
+def test_bad_annotations_are_named(scenes, tmp_path, capsys):
+    shutil.copytree(scenes, tmp_path / "scenes")
+    path = tmp_path / "scenes" / "annotations" / "training" / "3.png"
+    whole, shape = path.read_bytes(), np.asarray(Image.open(path)).shape
+    flags = [write_checkpoint(tmp_path / "e0.pt"), "--data", str(tmp_path / "scenes"), "--batch-size", "8", "--amp", "off", "--workers", "0",
+             "--crop-size", "32", "--width", "8", "--iterations", "4", "--warmup-iterations", "1", "--classes", "11", "--out", str(tmp_path / "run")]
+    def write(array, mode=None):
+        Image.fromarray(array, mode).save(path)
+    for fault, expected in (
+            (lambda: path.write_bytes(b""), f"cannot read the annotation {path} ("), (lambda: path.write_bytes(whole[:-30]), f"cannot read the annotation {path} ("),
+            (lambda: path.unlink(), f"cannot read the annotation {path} ("), (lambda: write(np.zeros((*shape, 3), np.uint8)), f"the annotation {path} has mode RGB"),
+            (lambda: write(np.zeros(shape, np.uint16)), f"the annotation {path} has mode I;16"), (lambda: write(np.zeros((7, 9), np.uint8)), f"the annotation {path} is (7, 9), its image ({shape[0]}, {shape[1]})"),
+            (lambda: write(np.full(shape, 12, np.uint8)), f"the annotation {path} has class 12, but --classes is 11")):
+        fault()
+        assert expected in refusal(capsys, segment, *flags)
+    write(np.zeros((4, 80), np.uint8))
+    Image.new("RGB", (80, 4)).save(tmp_path / "scenes" / "images" / "training" / "3.jpg")
+    assert f"the image of {path} is 80 x 4: more than 16 times as long as wide" in refusal(capsys, segment, *flags)
+
+
+def mutated(originals, count, seed=0):
+    """`count` files made of `originals` by flipped, lost, added and zeroed bytes, all over them and near their beginning."""
+    rng = np.random.default_rng(seed)
+    for i in range(count):
+        file, kind = bytearray(originals[i % len(originals)]), i // len(originals) % 6
+        at, length = int(rng.integers(len(file))), int(rng.integers(1, 200))
+        if kind == 0:
+            for at in rng.integers(len(file), size=rng.integers(1, 20)):
+                file[at] = rng.integers(256)
+        elif kind == 1:
+            del file[at:]
+        elif kind == 2:
+            del file[at:at + length]
+        elif kind == 3:
+            file[at:at] = rng.bytes(length)
+        elif kind == 4:
+            file[at:at + length] = b"\0" * min(length, 8)
+        else:
+            file[int(rng.integers(min(600, len(file))))] = rng.integers(256)
+        yield bytes(file)
+
+
+@pytest.mark.slow
+def test_slow_mutated_jpegs_load_as_other_programs_load_them_or_are_named(tmp_path, capsys):
+    """2,000 of them: no crash, no hang, no memory that nobody wrote (twice the same), no picture that Pillow does not see."""
+    originals = []
+    for i in range(8):
+        picture = Image.fromarray(data.Shapes("train", 96 if i % 2 else 40)[i][0].permute(1, 2, 0).numpy())
+        picture = picture.convert(("RGB", "RGB", "L", "CMYK")[i % 4])
+        exif, file = Image.Exif(), io.BytesIO()
+        exif[0x0112] = 6
+        picture.save(file, "JPEG", quality=90, progressive=i % 3 == 0, subsampling=2 * (i % 2) if picture.mode == "RGB" else -1,
+                     exif=exif.tobytes() if i % 2 else b"")
+        originals.append(file.getvalue())
+    counts, longest = dict(refused=0, same=0, other=0), 0.0
+    path = tmp_path / "x.jpg"
+    for content in mutated(originals, 2000):
+        path.write_bytes(content)
+        start = time.perf_counter()
+        try:
+            image = data.read_image(str(path))
+        except common.UserError as error:
+            assert str(error).startswith(f"cannot read the image {path} (")
+            counts["refused"] += 1
+            continue
+        finally:
+            longest = max(longest, time.perf_counter() - start)
+        assert image.dtype == torch.uint8 and image.ndim == 3 and len(image) == 3 and torch.equal(image, data.read_image(str(path)))
+        seen = data.decode_with_pillow(Image.open(path))
+        counts["same" if seen.shape == image.shape and (seen.int() - image.int()).abs().float().mean() < 1 else "other"] += 1
+    with capsys.disabled():
+        print(f"\n{counts}, {longest:.2f} s at most")
+    # damaged marks of the colour space or of the orientation leave it to each decoder what they mean
+    assert counts["other"] <= 20 and counts["refused"] > 500 and counts["same"] > 500 and longest < 5
+
+
+def strange_checkpoints(folder):
+    """Files that are no checkpoint to load -> what the message says of each."""
+    encoder = model.build_vit("vit_nano", image_size=32, patch_size=8, experts=2)
+    state, config = encoder.state_dict(), encoder.config
+    ours = {"model": {f"encoder.{name}": value for name, value in state.items()}, "encoder": config, "args": {}}
+    without = {name: value for name, value in ours["model"].items() if "phi" not in name}
+    whole = io.BytesIO()
+    torch.save(ours, whole)
+    whole = whole.getvalue()
+    files = {"empty": b"", "cut": whole[:len(whole) // 2], "cut_by_one": whole[:-1], "text": b"no checkpoint", "html": b"<!DOCTYPE html>"}
+    says = {"empty": "it is empty", "cut": "it is cut off or damaged", "cut_by_one": "it is cut off or damaged", "text": "is no checkpoint of ours",
+            "html": "PyTorch has not written it, or it is damaged"}
+    for name, content, expected in (
+            ("list", [1, 2], "it is no dict of tensors"), ("resnet", {"conv1.weight": torch.zeros(1)}, "it lacks patch_embed.proj.weight"),
+            ("clip", {"visual.conv1.weight": torch.zeros(1)}, "it is a CLIP model, which is for --teacher"),
+            ("no_model", ours | {"model": 3}, "its 'model' is no dict"), ("no_tensors", ours | {"model": {"encoder.norm.weight": "a"}}, "more than named tensors"),
+            ("no_names", ours | {"model": {3: torch.zeros(1)}}, "more than named tensors"), ("no_config", ours | {"encoder": [1]}, "its 'encoder' is no dict"),
+            ("older", ours | {"encoder": {name: value for name, value in config.items() if name != "heads"}}, "this version reads depth, dim, experts, heads"),
+            ("newer", ours | {"encoder": config | {"registers": 4}}, "registers, but this version reads"),
+            ("no_phi", ours | {"model": without}, "blocks.1.mlp.phi is missing or has another shape"),
+            ("wide", ours | {"encoder": config | {"experts": 10 ** 9}}, "blocks.1.mlp.phi is missing or has another shape"),
+            ("deep", ours | {"encoder": config | {"depth": 10 ** 9}}, "its encoder is impossible"), ("heads", ours | {"encoder": config | {"heads": 5}}, "its encoder is impossible"),
+            ("negative", ours | {"encoder": config | {"patch_size": -8}}, "its encoder is impossible"), ("text_size", ours | {"encoder": config | {"dim": "96"}}, "its encoder is impossible"),
+            ("blocks", state | {"blocks.999999999.norm1.weight": torch.zeros(1)}, "blocks.4.norm1.weight is missing"),
+            ("rel_pos", state | {"blocks.0.attn.relative_position_bias_table": torch.zeros(1)}, "blocks.0.attn.relative_position_bias_table has no place in it"),
+            ("flat", {name: torch.zeros(2) for name in ("patch_embed.proj.weight", "pos_embed", "cls_token", "norm.weight")}, "no ViT with timm's names")):
+        file = io.BytesIO()
+        torch.save(content, file)
+        files[name], says[name] = file.getvalue(), expected
+    for name, content in files.items():
+        (folder / f"{name}.pt").write_bytes(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(nn.Linear(2, 2)), folder / "script.pt")
+    (folder / "directory.pt").mkdir()
+    return says | {"script": "it is a TorchScript archive", "directory": "PyTorch cannot read it (IsADirectoryError"}
+
+
+def test_strangers_files_are_refused_with_what_is_wrong_and_what_would_fit(tmp_path, capsys, photos):
+    for name, expected in strange_checkpoints(tmp_path).items():
+        path = str(tmp_path / f"{name}.pt")
+        error = refusal(capsys, knn, path, "--data", photos)
+        assert error.startswith(path) and expected in error, (name, error)
+        if "whole encoder" not in error:
+            assert "What fits: a checkpoint of ours, the authors' release, or a ViT's weights with timm's names" in error, name
+    for script, more in ((finetune, []), (linprobe, []), (segment, []), (routing, [])):      # every stage asks the same question
+        assert "it is cut off or damaged" in refusal(capsys, script, str(tmp_path / "cut.pt"), "--data", photos, *more)
+    assert "it is cut off or damaged" in refusal(capsys, pretrain, *TOY, "--data", photos, "--teacher", str(tmp_path / "cut.pt"))
+
+
+def test_pytorchs_older_file_format_loads(tmp_path):
+    encoder = model.build_vit("vit_nano", image_size=32, patch_size=8)
+    torch.save(encoder.state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    loaded = model.load_checkpoint(tmp_path / "old.pt")["model"]
+    assert all(torch.equal(loaded[f"encoder.{name}"], value) for name, value in encoder.state_dict().items())
+
+
+@pytest.mark.slow
+def test_slow_mutated_checkpoints_load_or_are_named(tmp_path, capsys):
+    """2,000 of them, in both of PyTorch's formats: a whole encoder or a ValueError with the path, no crash, no hang."""
+    encoder = model.build_vit("vit_nano", image_size=8, patch_size=4, dim=6, heads=1, experts=2)
+    originals = []
+    for new in (True, False):
+        file = io.BytesIO()
+        torch.save({"model": {f"encoder.{k}": v for k, v in encoder.state_dict().items()}, "encoder": encoder.config, "args": {"lr": 1.0}}, file,
+                   _use_new_zipfile_serialization=new)
+        originals.append(file.getvalue())
+    counts, longest = dict(loads=0, refused=0), 0.0
+    for i, content in enumerate(mutated(originals, 2000)):
+        path, start = tmp_path / f"{i}.pt", time.perf_counter()
+        path.write_bytes(content)
+        try:
+            model.load_encoder(path)
+            counts["loads"] += 1
+        except ValueError as error:
+            assert str(path) in str(error)
+            counts["refused"] += 1
+        longest = max(longest, time.perf_counter() - start)
+        path.unlink()
+    with capsys.disabled():
+        print(f"\n{counts}, {longest:.2f} s at most")
+    assert counts["refused"] > 500 and counts["loads"] > 100 and longest < 20
 
 
 ODD_NUMBERS = ("0", "-1", "0.5", "-0.5", "1", "1e-300", "1e300", "999999937", "8000000000", "1" + "0" * 30, "1" + "0" * 400, "nan", "inf", "-inf", "", "x")
