@@ -28,8 +28,8 @@ from model import first_line, load_checkpoint
 
 # Flags that say where, how fast or how long a run works, not what it computes: they may change when it goes on. So may the
 # precision, which can save a run whose numbers went wrong.
-FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "amp", "save_every", "save_minutes", "max_steps", "demo",
-              "eval_only", "bench"}
+FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "recompute", "amp", "save_every", "save_minutes", "max_steps",
+              "demo", "eval_only", "bench"}
 
 
 # ------------------------------------------------------------------------------------------------------ errors, flags

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -161,8 +162,10 @@ class ViT(nn.Module):
     """Vision Transformer whose blocks `moe_blocks` (0-based; 1, 3, 5, ... by default) are Soft-MoE where experts > 0.
 
     Parameters carry timm's names: without experts its state loads into timm's VisionTransformer and back.
-    `drop_path` rises linearly from 0 at the first block to its value at the last.
+    `drop_path` rises linearly from 0 at the first block to its value at the last. With `recompute` set, the backward pass
+    computes each block again from its input, the one thing of it that is kept: less memory for a forward pass more.
     """
+    recompute = False
 
     def __init__(self, image_size: int, patch_size: int, dim: int, depth: int, heads: int, experts: int = 0,
                  moe_blocks: list[int] | None = None, drop_path: float = 0.0, expert_dropout: float = 0.0):
@@ -201,7 +204,7 @@ class ViT(nn.Module):
         """As `forward`, without the final norm."""
         x, routing = self.embed(images, ids_keep, mask, mask_token), {}
         for i, block in enumerate(self.blocks):
-            x, routed = block(x)
+            x, routed = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
             if routed is not None:
                 routing[i] = routed
         return x, routing

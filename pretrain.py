@@ -77,6 +77,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
                             "(default: %(default)s)")
     group.add_argument("--gradnorm-alpha", type=common.non_negative, default=0.12, metavar="A", help="default: %(default)s")
     group.add_argument("--gradnorm-lr", type=common.non_negative, default=0.025, metavar="LR", help="default: %(default)s")
+    parser.add_argument("--recompute", action="store_true",
+                        help="keep only the blocks' inputs for the backward pass and compute the rest again there: less memory, slower steps")
     parser.add_argument("--demo", action="store_true",
                         help="small defaults and the whole way: a teacher, pretraining, k-NN, heatmaps; no download")
     parser.add_argument("--bench", type=common.positive_int, metavar="STEPS",
@@ -223,6 +225,7 @@ def main(args: argparse.Namespace):
     common.seed_everything(args.seed)
     encoder = build_vit(args.model, image_size=args.image_size, patch_size=args.patch_size, experts=args.experts,
                         moe_blocks=args.moe_blocks, drop_path=args.drop_path)
+    encoder.recompute = args.recompute
     weights = torch.tensor(list(objective_weights(args).values()), device=device)                   # [K], static
     entropy_weights = torch.tensor(lambdas(args), device=device)                                    # [E]
     student = Explore(encoder, teacher.dim, dense=args.encoding == "dense", pixels="pixel" in args.objective).to(device)

@@ -1846,9 +1846,14 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(toy, tmp_path, m
     number = getattr(signal, name)
     toy += ["--drop-path", "0.2"]
     whole, _ = train([*toy, "--out", str(tmp_path / "whole")])
-    at_step(monkeypatch, 2, lambda: [os.kill(os.getpid(), number) for _ in range(2)])
+    save = torch.save
+    def signals():                                                   # once in the step, once while last.pt is written
+        monkeypatch.setattr(torch, "save", lambda *args: (os.kill(os.getpid(), number), save(*args)))
+        os.kill(os.getpid(), number)
+    at_step(monkeypatch, 2, signals)
     with pytest.raises(SystemExit) as stop:
         train(toy)
+    monkeypatch.setattr(torch, "save", save)
     last = tmp_path / "run" / "last.pt"
     assert stop.value.code == 0 and model.load_checkpoint(last)["step"] == 3
     assert capsys.readouterr().out.splitlines()[-1] == f"{name}: saved {last} of step 3. The same command goes on from there."
@@ -2159,6 +2164,30 @@ def test_a_router_that_collapses_is_warned_of_once(toy, monkeypatch, capsys):
     train(toy)
     warnings_ = [line for line in re.split("[\n\r]", capsys.readouterr().err) if "collapses" in line]
     assert len(warnings_) == 1 and warnings_[0].startswith("step 40: the router collapses: token_ratio") and "0.150" in warnings_[0]
+
+
+def test_too_little_memory_and_killed_loader_processes_are_said_in_a_line(toy, scenes, tmp_path, monkeypatch, capsys):
+    argv = [write_checkpoint(tmp_path / "e2.pt", experts=2), "--data", scenes, "--batch-size", "8", "--amp", "off", "--crop-size", "32"]
+    assert outcome(segment, [*argv, "--classes", "11", "--width", "999999999", "--out", str(tmp_path / "wide")]) == 1
+    error = capsys.readouterr().err
+    assert "error: out of memory: a smaller --micro-batch" in error and "Traceback" not in error
+    fault = """
+import multiprocessing
+set_rate, steps = common.set_rate, []
+def wrapped(*args):
+    steps.append(1)
+    if len(steps) == 2:
+        [os.kill(child.pid, signal.SIGKILL) for child in multiprocessing.active_children()]
+    set_rate(*args)
+common.set_rate = wrapped"""
+    toy[toy.index("--epochs") + 1] = "2000"
+    process = start(driver(tmp_path, "pretrain", fault), *toy, "--workers", "1")
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and "Traceback" not in error
+    assert "error: a loader process was killed, perhaps for lack of memory: fewer --workers may help" in error
+    monkeypatch.setattr(common, "main", lambda args: [].missing, raising=False)
+    with pytest.raises(AttributeError):                                         # a bug keeps its traceback
+        common.run(common.main, None)
 
 
 def test_a_second_run_in_the_same_folder_says_so_and_leaves(toy, tmp_path, capsys):
@@ -2551,6 +2580,24 @@ def test_attention_in_bf16_on_a_cpu_is_attention():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_recomputed_blocks_give_the_same_bits_and_keep_less(toy, tmp_path):
+    toy += ["--drop-path", "0.5", "--max-steps", "3", "--experts", "4"]
+    equal_states(*(train([*toy, *flags, "--out", str(tmp_path / f"run{len(flags)}")])[0] for flags in ([], ["--recompute"])))
+
+    encoder, kept = model.build_vit("vit_nano", image_size=32, patch_size=8, experts=4), {}
+    parameters = {p.untyped_storage().data_ptr() for p in encoder.parameters()}
+    for encoder.recompute in (False, True):
+        tensors = {}
+        def pack(x):
+            if x.untyped_storage().data_ptr() not in parameters:
+                tensors[x.untyped_storage().data_ptr()] = x
+            return x
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            encoder(torch.rand(8, 3, 32, 32))
+        kept[encoder.recompute] = sum(x.untyped_storage().nbytes() for x in tensors.values())
+    assert kept[True] < 0.2 * kept[False]
+
+
 def test_freed_memory_is_kept_for_the_next_tensor():
     program = """if True:
         import resource, sys, torch, common
@@ -2620,7 +2667,7 @@ class HostReads(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("flags", ((), ("--experts", "0", "--balance", "rlw"), ("--experts", "0", "--balance", "gradnorm"),
+@pytest.mark.parametrize("flags", ((), ("--recompute",), ("--experts", "0", "--balance", "rlw"), ("--experts", "0", "--balance", "gradnorm"),
                                    ("--encoding", "dense", "--objective", "token_cls_pixel", "--importance-weight", "1")), ids=" ".join)
 def test_the_host_waits_for_nothing_between_logged_steps(teacher, monkeypatch, flags):
     """A step reads no value of a tensor; on a GPU each such read would empty the queue."""
