@@ -238,7 +238,12 @@ def start(args: argparse.Namespace) -> Process:
     if cuda:
         torch.cuda.set_device(device)
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")      # gloo: what processes agree on without a device
+        # torchrun restarts processes on the same store, where the dead ones' addresses still stand: each restart has keys of its
+        # own. (Several nodes count their restarts differently: they need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.)
+        store, _, _ = next(dist.rendezvous("env://"))
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else "0"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo",      # gloo: what processes agree on without a device
+                                store=dist.PrefixStore(f"restart {restart}", store), rank=rank, world_size=world)
     if args.amp == "fp16" and not cuda:
         args.amp = "bf16"
         if rank == 0:
@@ -453,7 +458,10 @@ def lock(folder: Path):
     path = folder.resolve() / ".lock"
     if path in LOCKS:
         return
-    file = open(path, "a+")
+    try:
+        file = open(path, "a+")
+    except OSError as error:
+        raise UserError(f"--out {folder}: {error.strerror}") from error
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -76,7 +76,8 @@ def classify(queries: Tensor, bank: Tensor, labels: Tensor, classes: int, k: int
             cosine, label = torch.cat([cosine, part], 1), torch.cat([label, labels[start:start + bank_chunk][at]], 1)
             cosine, at = cosine.topk(min(k, cosine.shape[1]), dim=1)
             label = label.gather(1, at)
-        votes = torch.zeros(len(chunk), classes, device=bank.device).scatter_add_(1, label, (cosine / temperature).exp())
+        weight = ((cosine - cosine[:, :1]).double() / temperature).exp()      # from 1 down: small temperatures do not overflow
+        votes = torch.zeros(len(chunk), classes, dtype=weight.dtype, device=bank.device).scatter_add_(1, label, weight)
         predicted.append(votes.argmax(1))
     return torch.cat(predicted)
 

@@ -109,10 +109,13 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 def torchrun(processes, script, *argv, options=()):
     """A real torchrun on the CPU -> its standard output."""
-    command = [sys.executable, *TORCHRUN, str(processes), *options]
-    done = subprocess.run([*command, str(HERE / script), *argv], cwd=HERE, text=True, capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = start(*TORCHRUN, processes, *options, HERE / script, *argv)
+    try:
+        out, error = process.communicate(timeout=300)
+    finally:
+        kill_tree(process.pid)
+    assert process.returncode == 0, error
+    return out
 
 
 def refusal(capsys, script, *argv):
@@ -1430,6 +1433,14 @@ def test_knn_is_the_weighted_vote_of_the_nearest(temperature):
         assert knn.classify(queries, bank, labels, 4, 7, temperature, *chunks).tolist() == expected
 
 
+def test_knn_at_the_smallest_temperature_is_the_nearest_neighbour():
+    bank, labels = F.normalize(torch.randn(50, 8), dim=1), torch.arange(50) % 5
+    queries = F.normalize(torch.randn(30, 8), dim=1)
+    assert torch.equal(knn.classify(queries, bank, labels, 5, 20, 1e-300), labels[(queries @ bank.T).argmax(1)])
+    votes = F.one_hot(labels[(queries @ bank.T).topk(20).indices], 5).sum(1)
+    assert torch.equal(knn.classify(queries, bank, labels, 5, 20, 1e300), votes.argmax(1))      # and at the largest all count alike
+
+
 def test_knn_finds_its_own_images_and_prints_the_best(photos, teacher, tmp_path, capsys):
     other = write_checkpoint(tmp_path / "other.pt", experts=2)
     flags = ["--data", photos, "-k", "1", "--amp", "off", "--workers", "0", "--batch-size", "5"]
@@ -1996,7 +2007,7 @@ def test_slow_killed_20_times_a_run_ends_with_the_same_bits(photos, scenes, teac
     whole, parts = (model.load_checkpoint(tmp_path / name / "last.pt") for name in ("whole", "parts"))
     with capsys.disabled():
         print(f"\n{stage}, {processes} processes: 20 kills, {halves} of them while a checkpoint was being written; last.pt at steps {steps}, then {parts['step']}")
-    assert steps == sorted(steps) and 0 < steps[-1] < parts["step"] == 240 and halves > 0
+    assert steps == sorted(steps) and 0 < steps[-1] < parts["step"] == 240 and (halves > 0 or stage == "linprobe")      # whose checkpoints are small
     equal_states(whole, parts)
     for name in {path.name for folder in ("whole", "parts") for path in (tmp_path / folder).glob("*.pt")} - {"last.pt"}:
         for a, b in zip(*(flatten(model.load_checkpoint(tmp_path / folder / name)["model"]) for folder in ("whole", "parts")), strict=True):
@@ -2076,8 +2087,24 @@ def test_the_number_of_processes_may_change_when_a_run_goes_on(toy, photos, tmp_
         assert torch.allclose(value, parts["model"][name], atol=1e-4), name
 
 
-def test_numbers_that_stay_wrong_stop_the_run_and_never_reach_a_checkpoint(toy, tmp_path, monkeypatch, capsys):
-    toy[toy.index("--epochs") + 1] = "20"
+@pytest.mark.parametrize("stage", ("finetune", "linprobe", "segment"))
+def test_every_other_stage_goes_on_with_another_number_of_processes_too(photos, scenes, tmp_path, stage):
+    flags = [write_checkpoint(tmp_path / "e2.pt", experts=2), "--batch-size", "8", "--amp", "off", "--workers", "0", "--lr", "1e-3", "--out",
+             str(tmp_path / "run"), *(["--data", scenes, "--crop-size", "32", "--classes", "11", "--width", "8", "--iterations", "8",
+                                       "--warmup-iterations", "1", "--save-every", "4"] if stage == "segment" else
+                                      ["--data", photos, "--epochs", "2", "--warmup-epochs", "0", "--save-every", "1"])]
+    script, run = {"finetune": finetune, "linprobe": linprobe, "segment": segment}[stage], tmp_path / "run"
+    script.main(script.parse_args([*flags, "--max-steps", "3"]))
+    torchrun(2, f"{stage}.py", *flags)
+    state, log = model.load_checkpoint(run / "last.pt"), [json.loads(line) for line in open(run / "log.jsonl")]
+    assert state["step"] == 8 and state["skipped"] == 0 and common.all_finite(state)
+    assert [line["step"] for line in log if "loss" in line] == [3, 4, 8]
+    assert sum("val_top1" in line or "miou" in line for line in log) == 3 and model.load_encoder(run / "last.pt").moe_blocks == [1, 3]
+
+
+@pytest.mark.parametrize("amp", ("off", "bf16"))
+def test_numbers_that_stay_wrong_stop_the_run_and_never_reach_a_checkpoint(toy, tmp_path, monkeypatch, capsys, amp):
+    toy[toy.index("--epochs") + 1], toy[toy.index("--amp") + 1] = "20", amp
     toy += ["--save-minutes", "1e-9"]
     good = train([*toy, "--max-steps", "15"])[0]
     token_loss = pretrain.token_loss
@@ -2092,8 +2119,9 @@ def test_numbers_that_stay_wrong_stop_the_run_and_never_reach_a_checkpoint(toy, 
     for name, value in good["model"].items():
         assert torch.equal(value, stopped["model"][name]), name                 # 19 updates, and nothing has moved
     monkeypatch.undo()
-    assert train([*toy, "--max-steps", "36", "--amp", "bf16"])[0]["step"] == 36
-    assert f"{tmp_path / 'run'}: --amp was off, is bf16 from step 34 on" in capsys.readouterr().out
+    other = {"off": "bf16", "bf16": "off"}[amp]
+    assert train([*toy, "--max-steps", "36", "--amp", other])[0]["step"] == 36
+    assert f"{tmp_path / 'run'}: --amp was {amp}, is {other} from step 34 on" in capsys.readouterr().out
 
 
 def test_fewer_wrong_numbers_are_left_out_and_counted(toy, monkeypatch):
@@ -2390,7 +2418,7 @@ def strange_checkpoints(folder):
             ("newer", ours | {"encoder": config | {"registers": 4}}, "registers, but this version reads"),
             ("no_phi", ours | {"model": without}, "blocks.1.mlp.phi is missing or has another shape"),
             ("wide", ours | {"encoder": config | {"experts": 10 ** 9}}, "blocks.1.mlp.phi is missing or has another shape"),
-            ("deep", ours | {"encoder": config | {"depth": 10 ** 9}}, "its encoder is impossible"), ("heads", ours | {"encoder": config | {"heads": 5}}, "its encoder is impossible"),
+            ("deep", ours | {"encoder": config | {"depth": 10 ** 9}}, "too few for depth 1000000000"), ("heads", ours | {"encoder": config | {"heads": 5}}, "its encoder is impossible"),
             ("negative", ours | {"encoder": config | {"patch_size": -8}}, "its encoder is impossible"), ("text_size", ours | {"encoder": config | {"dim": "96"}}, "its encoder is impossible"),
             ("blocks", state | {"blocks.999999999.norm1.weight": torch.zeros(1)}, "blocks.4.norm1.weight is missing"),
             ("rel_pos", state | {"blocks.0.attn.relative_position_bias_table": torch.zeros(1)}, "blocks.0.attn.relative_position_bias_table has no place in it"),
