@@ -1,4 +1,4 @@
-"""What every script begins and ends with: flags, process group, seeds, schedule, run folder, checkpoints, log."""
+"""What every script begins and ends with: flags, process group, seeds, schedule, run folder, checkpoints, signals, log."""
 
 import argparse
 import contextlib

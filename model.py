@@ -533,7 +533,7 @@ def check_format(checkpoint: dict):
 def misfit(config: dict, state: dict[str, Tensor]) -> str | None:
     """What keeps `state` from being that of an encoder with this `config`: the first name of it; None where all fit."""
     if len(state) < config["depth"]:
-        return f"{len(state)} parameters are too few for depth {config['depth']}"
+        return f"{len(state)} encoder parameters are too few for depth {config['depth']}"
     with torch.device("meta"):
         expected = ViT(**config).state_dict()
     for name, value in expected.items():

@@ -1708,7 +1708,8 @@ def test_a_teacher_that_cannot_be_downloaded_here_is_named(capsys, photos, tmp_p
 
 
 @pytest.mark.parametrize("argv", (["--mask-ratio", "1"], ["--mask-ratio", "nan"], ["--experts", "-1"], ["--lr", "inf"],
-                                  ["--epochs", "0"], ["--objective", "pixels"], ["--model", "vit_huge"], ["--drop-path", "1"]))
+                                  ["--epochs", "0"], ["--epochs", "1" + "0" * 400], ["--workers", "257"], ["--save-minutes", "nan"],
+                                  ["--objective", "pixels"], ["--model", "vit_huge"], ["--drop-path", "1"]))
 def test_values_without_a_meaning_are_refused_by_the_parser(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         pretrain.parse_args(argv)
@@ -2099,7 +2100,7 @@ def test_every_other_stage_goes_on_with_another_number_of_processes_too(photos, 
     state, log = model.load_checkpoint(run / "last.pt"), [json.loads(line) for line in open(run / "log.jsonl")]
     assert state["step"] == 8 and state["skipped"] == 0 and common.all_finite(state)
     assert [line["step"] for line in log if "loss" in line] == [3, 4, 8]
-    assert sum("val_top1" in line or "miou" in line for line in log) == 3 and model.load_encoder(run / "last.pt").moe_blocks == [1, 3]
+    assert sum("val_top1" in line or "miou" in line for line in log) == 3
 
 
 @pytest.mark.parametrize("amp", ("off", "bf16"))
