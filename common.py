@@ -396,7 +396,7 @@ def run_folder(stage: str, args: argparse.Namespace, parser: argparse.ArgumentPa
     if args.out:
         return Path(args.out)
     told = {name: value for name, value in sorted(vars(args).items())
-            if value != parser.get_default(name) and name not in FREE_FLAGS - {"data"}}
+            if value != parser.get_default(name) and name not in FREE_FLAGS - {"data", "amp"}}
     if "data" in told:
         told["data"] = Path(told["data"]).name
     name = re.sub(r"[^\w.=+-]+", "-", "_".join([stage] + [f"{flag}={value}" for flag, value in told.items()]))

@@ -5,6 +5,7 @@ the order of images of (seed, epoch): neither the number of workers nor that of 
 Workers decode, crop and resize, and send uint8; `augment` does the rest on the training device.
 """
 
+import contextlib
 import functools
 import io
 import math
@@ -37,11 +38,12 @@ def read_image(path: str) -> Tensor:
     try:
         encoded = np.fromfile(path, dtype=np.uint8)
         picture = Image.open(io.BytesIO(encoded))               # reads the header alone, and refuses absurd sizes before they are decoded
-        try:
-            image = decode_image(torch.from_numpy(encoded), ImageReadMode.RGB, apply_exif_orientation=True)
-        except (RuntimeError, ValueError):      # a format, a colour space or a fault that torchvision cannot take
+        image = None
+        if picture.format in ("JPEG", "PNG"):                   # torchvision turns no others upright
+            with contextlib.suppress(RuntimeError, ValueError):     # a colour space or a fault that it cannot take
+                image = decode_image(torch.from_numpy(encoded), ImageReadMode.RGB, apply_exif_orientation=True)
+        if image is None:
             image = decode_with_pillow(picture)
-        image = image[0] if image.ndim == 4 else image          # of an animation, the first picture
         return TF.to_dtype(image, torch.uint8, scale=True)      # 16 bits come as uint16
     except Exception as error:                  # Pillow alone raises a dozen kinds for broken files
         raise UserError(f"cannot read the image {path} ({type(error).__name__}: {error})", everywhere=True) from error
