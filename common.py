@@ -525,8 +525,10 @@ def write(path: Path, fill):
     except (OSError, RuntimeError) as error:      # torch.save makes either of a full disk
         with contextlib.suppress(OSError):
             temporary.unlink()
-        last = path.with_name("last.pt")
-        raise UserError(f"cannot write {path} ({first_line(error)}). " + (f"{last} is still there, as good as before: when there is "
+        cause, last = error, path.with_name("last.pt")
+        while cause.__context__ and not isinstance(cause, OSError):      # torch's own words hide the system's
+            cause = cause.__context__
+        raise UserError(f"cannot write {path} ({getattr(cause, 'strerror', None) or first_line(cause)}). " + (f"{last} is still there, as good as before: when there is "
                         "space, the same command goes on from it" if last.exists() else "Nothing was saved before"),
                         everywhere=True) from error
 
