@@ -2814,6 +2814,53 @@ def test_bench_the_step_against_a_plain_one():
 
 
 @pytest.mark.bench
+@pytest.mark.parametrize("experts", (2, 64))
+def test_bench_what_the_backward_pass_keeps(experts, monkeypatch):
+    """Bytes that ViT-B/16's forward pass keeps for the backward one, per image, under bf16 autocast and with fused attention, as on a
+    GPU; and what a micro-batch of 1024 then needs beside weights, gradients and AdamW's state. Counted, not timed; 64 experts take 14 GB."""
+    monkeypatch.setattr(model, "attention", F.scaled_dot_product_attention)
+    args = pretrain.parse_args(["--experts", str(experts)])
+    pretrain.check(args)
+    encoder = model.build_vit("vit_base", experts=experts, drop_path=0.1)
+    student = model.Explore(encoder, 768)
+    parameters = {p.untyped_storage().data_ptr() for p in student.parameters()}
+    def kept(images):
+        mask, storages = torch.arange(196).expand(images, -1) < 78, {}
+        def pack(x):
+            if x.untyped_storage().data_ptr() not in parameters:
+                storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            return x
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            pixels, (ids_keep, ids_restore) = torch.rand(images, 3, 224, 224), model.shuffle_visible(mask, torch.rand(images, 196), 118)
+            with torch.autocast("cpu", torch.bfloat16):
+                pred = student(pixels, mask, ids_keep, ids_restore)
+            losses_, regularizers, _ = pretrain.objectives(args, torch.full((experts,), 5.0), pred, torch.randn(images, 197, 768), pixels, mask, ids_keep)
+            total = losses_.sum() + regularizers
+        return sum(storage.nbytes() for storage in storages.values()) + 0 * total.item()
+    for encoder.recompute in (False, True):
+        few, more = kept(2), kept(6)
+        image = (more - few) / 4
+        state = 16 * sum(p.numel() for p in student.parameters())
+        print(f"\n{experts} experts{', --recompute' * encoder.recompute}: {image / 2 ** 20:.1f} MiB an image, "
+              f"{(few - 2 * image + 1024 * image + state) / 2 ** 30:.1f} GiB at micro-batch 1024")
+
+
+@pytest.mark.bench
+def test_bench_the_experts_products_by_their_rows():
+    """A slot is one row of an expert's product, and an image has one: TFLOP/s of 16 experts' first layer beside a dense layer's."""
+    def rate(x, w):
+        times = []
+        for _ in range(20):
+            begin = time.perf_counter()
+            x @ w
+            times.append(time.perf_counter() - begin)
+        return 2 * x.numel() * w.shape[-1] / np.median(times) / 1e12
+    w = torch.randn(16, 768, 3072).bfloat16()
+    rates = {rows: rate(torch.randn(16, rows, 768).bfloat16(), w) for rows in (16, 32, 128, 512)}
+    print("\n" + ", ".join(f"{rows} images: {value:.2f}" for rows, value in rates.items()) + f"; dense: {rate(torch.randn(3808, 768).bfloat16(), w[0]):.2f} TFLOP/s")
+
+
+@pytest.mark.bench
 def test_bench_knn_against_the_matrix_product_alone():
     """A tenth of ImageNet: 128,000 features of width 768 against 5,000."""
     common.keep_freed_memory()
