@@ -71,7 +71,8 @@ def run(main, args: argparse.Namespace):
 def known_cause(error: Exception) -> str | None:
     """What a MemoryError or RuntimeError means to a user; None where it is a bug."""
     words = str(error)
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or re.search("memory|[Ss]torage size|multiplication overflow", words):
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or re.search(
+            "(out of|not enough|allocate) memory|[Ss]torage size|multiplication overflow", words):
         return "out of memory: a smaller --micro-batch or --batch-size may help, or a smaller model, image or crop"
     if "DataLoader worker" in words:
         return "a loader process was killed, perhaps for lack of memory: fewer --workers may help"
@@ -579,15 +580,15 @@ class Watch:
         if not all_finite(state):
             raise UserError(f"step {step}: a weight, or a state of the optimizer, is not finite. {self.good()} "
                             "To try: a lower --lr, a smaller --weight-decay, --clip-grad 1")
-        name, left = self.signal and signal.Signals(self.signal).name, self.time_left()
+        left = self.time_left()
         if self.cost > left:
-            print(f"{name}: not saved, for that takes {self.cost:.0f} s and torchrun gives {left:.0f} s. {self.good()}", flush=True)
+            print(f"{signal.Signals(self.caught[0]).name}: not saved, for that takes {self.cost:.0f} s and torchrun gives {left:.0f} s. {self.good()}", flush=True)
         else:
             start = time.monotonic()
             save(self.last, step=step, **state)
             self.step, self.saved, self.cost = step, time.monotonic(), time.monotonic() - start
             if self.signal and is_first():
-                print(f"{name}: saved {self.last} of step {step}. The same command goes on from there.", flush=True)
+                print(f"{signal.Signals(self.signal).name}: saved {self.last} of step {step}. The same command goes on from there.", flush=True)
         if self.signal:
             sys.exit(0)
 

@@ -338,7 +338,7 @@ def warn_of_collapse(step: int, line: dict) -> bool:
     found = [name for name in ("token_ratio", "pixel_ratio") if line.get(name, 1.0) < 0.2]
     if found and common.is_first():
         tqdm.write(f"step {step}: the router collapses: {found[0]}, the ratio of weighted to unweighted loss, is {line[found[0]]:.3f}. "
-                   "A higher --entropy-weight keeps the weights apart", file=sys.stderr)
+                   "A higher --entropy-weight keeps its weights nearer to uniform", file=sys.stderr)
     return bool(found)
 
 
