@@ -16,6 +16,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,6 +65,10 @@ def run(main, args: argparse.Namespace):
         print(f"{script}: error: {cause} ({first_line(error)})", file=sys.stderr)
         sys.exit(1)
     finally:
+        error = sys.exc_info()[1]
+        while error:      # lets go of what main still held: the loader's processes end now, not at Python's own exit
+            traceback.clear_frames(error.__traceback__)
+            error = error.__context__
         if dist.is_initialized():
             dist.destroy_process_group()
 

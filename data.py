@@ -457,9 +457,9 @@ def load(views: Dataset, order, workers: int, device: torch.device):
 
 
 def outlive_signals(worker: int):
-    """What asks a run to save and leave often goes to all its processes: the loader's go on until the step is done."""
+    """What asks a run to save and leave often goes to all its processes: the loader's go on for the step, and end 30 s later."""
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda number, frame: signal.alarm(30))
 
 
 def whole(batch: dict | UserError) -> dict:

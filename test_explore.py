@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import multiprocessing
 import os
 import re
 import resource
@@ -1903,6 +1904,21 @@ def test_a_signal_to_the_whole_process_group_spares_the_loader_until_the_step_is
     finally:
         process.kill()
     assert process.returncode == 0 and "Traceback" not in error and out.splitlines()[-1].startswith("SIGTERM: saved ")
+
+
+def test_a_run_that_ends_early_ends_its_loader_too(photos, teacher, tmp_path, capsys, monkeypatch):
+    """At once, whatever ended it: an image that is not there, a signal, a bug."""
+    def bug(*args):
+        raise ZeroDivisionError
+    for i, fault in enumerate((lambda: shutil.rmtree(tmp_path / "photos" / "train"), lambda: os.kill(os.getpid(), signal.SIGTERM), bug)):
+        shutil.copytree(photos, tmp_path / "photos", dirs_exist_ok=True)
+        with monkeypatch.context() as patch:
+            at_step(patch, 1, fault)
+            argv = [*TOY, "--data", str(tmp_path / "photos"), "--teacher", teacher, "--epochs", "50", "--warmup-epochs", "0", "--out", str(tmp_path / str(i))]
+            begin = time.monotonic()
+            with pytest.raises((SystemExit, ZeroDivisionError)):
+                common.run(pretrain.main, pretrain.parse_args([*argv, "--workers", "2"]))
+            assert not multiprocessing.active_children() and time.monotonic() - begin < 15
 
 
 def wait_for(path, seconds=60):
