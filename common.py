@@ -58,7 +58,7 @@ def run(main, args: argparse.Namespace):
     except KeyboardInterrupt:
         print(f"\n{script}: stopped. The same command goes on from the last checkpoint.", file=sys.stderr)
         sys.exit(130)
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, ConnectionError, EOFError) as error:
         cause = known_cause(error)
         if cause is None:
             raise
@@ -74,12 +74,12 @@ def run(main, args: argparse.Namespace):
 
 
 def known_cause(error: Exception) -> str | None:
-    """What a MemoryError or RuntimeError means to a user; None where it is a bug."""
+    """What an error that is not the user's means to a user; None where it is a bug."""
     words = str(error)
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or re.search(
             "(out of|not enough|allocate) memory|[Ss]torage size|multiplication overflow", words):
         return "out of memory: a smaller --micro-batch or --batch-size may help, or a smaller model, image or crop"
-    if "DataLoader worker" in words:
+    if "DataLoader worker" in words or isinstance(error, (ConnectionError, EOFError)):      # it was sending a batch
         return "a loader process was killed, perhaps for lack of memory: fewer --workers may help"
     if re.search("Connection (closed|reset) by peer|remote process exited", words):
         return "another of the processes has ended"
