@@ -534,9 +534,9 @@ def write(path: Path, fill):
         cause, last = error, path.with_name("last.pt")
         while cause.__context__ and not isinstance(cause, OSError):      # torch's own words hide the system's
             cause = cause.__context__
-        raise UserError(f"cannot write {path} ({getattr(cause, 'strerror', None) or first_line(cause)}). " + (f"{last} is still there, as good as before: when there is "
-                        "space, the same command goes on from it" if last.exists() else "Nothing was saved before"),
-                        everywhere=True) from error
+        stays = (f"{last} is still there, as good as before: when there is space, the same command goes on from it" if last.exists() else
+                 "Nothing was saved before")
+        raise UserError(f"cannot write {path} ({getattr(cause, 'strerror', None) or first_line(cause)}). {stays}", everywhere=True) from error
 
 
 # ---------------------------------------------------------------------------------------------------------- long runs
@@ -587,13 +587,15 @@ class Watch:
                             "To try: a lower --lr, a smaller --weight-decay, --clip-grad 1")
         left = self.time_left()
         if self.cost > left:
-            print(f"{signal.Signals(self.caught[0]).name}: not saved, for that takes {self.cost:.0f} s and torchrun gives {left:.0f} s. {self.good()}", flush=True)
+            print(f"{signal.Signals(self.caught[0]).name}: not saved, for that takes {self.cost:.0f} s and torchrun gives {left:.0f} s. "
+                  f"{self.good()}", flush=True)
         else:
             start = time.monotonic()
             save(self.last, step=step, **state)
             self.step, self.saved, self.cost = step, time.monotonic(), time.monotonic() - start
             if self.signal and is_first():
-                print(f"{signal.Signals(self.signal).name}: saved {self.last} of step {step}. The same command goes on from there.", flush=True)
+                print(f"{signal.Signals(self.signal).name}: saved {self.last} of step {step}. The same command goes on from there.",
+                      flush=True)
         if self.signal:
             sys.exit(0)
 

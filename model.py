@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -204,7 +204,7 @@ class ViT(nn.Module):
         """As `forward`, without the final norm."""
         x, routing = self.embed(images, ids_keep, mask, mask_token), {}
         for i, block in enumerate(self.blocks):
-            x, routed = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+            x, routed = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
             if routed is not None:
                 routing[i] = routed
         return x, routing

@@ -2219,7 +2219,7 @@ def test_a_router_that_collapses_is_warned_of_once(toy, monkeypatch, capsys):
     assert len(warnings_) == 1 and warnings_[0].startswith("step 40: the router collapses: token_ratio") and "0.150" in warnings_[0]
 
 
-def test_too_little_memory_and_killed_loader_processes_are_said_in_a_line(toy, scenes, tmp_path, monkeypatch, capsys):
+def test_too_little_memory_and_killed_loader_processes_are_said_in_a_line(toy, scenes, tmp_path, capsys):
     argv = [write_checkpoint(tmp_path / "e2.pt", experts=2), "--data", scenes, "--batch-size", "8", "--amp", "off", "--crop-size", "32"]
     assert outcome(segment, [*argv, "--classes", "11", "--width", "999999999", "--out", str(tmp_path / "wide")]) == 1
     error = capsys.readouterr().err
@@ -2238,9 +2238,8 @@ common.set_rate = wrapped"""
     error = process.communicate(timeout=60)[1]
     assert process.returncode == 1 and "Traceback" not in error
     assert "error: a loader process was killed, perhaps for lack of memory: fewer --workers may help" in error
-    monkeypatch.setattr(common, "main", lambda args: [].missing, raising=False)
     with pytest.raises(AttributeError):                                         # a bug keeps its traceback
-        common.run(common.main, None)
+        common.run(lambda args: args.missing, None)
 
 
 def test_a_second_run_in_the_same_folder_says_so_and_leaves(toy, tmp_path, capsys):
@@ -2252,6 +2251,17 @@ def test_a_second_run_in_the_same_folder_says_so_and_leaves(toy, tmp_path, capsy
     assert error.startswith(f"another run works in {tmp_path / 'run'} (process {holder.pid} on ")
     holder.kill(), holder.wait()
     assert train([*toy, "--max-steps", "1"])[0]["step"] == 1                    # however the first one ended
+
+
+def test_a_run_that_goes_on_does_not_read_its_checkpoint_any_more(toy, tmp_path):
+    """A checkpoint is mapped into memory: were its pages still in use, whoever overwrites the file would change the run."""
+    state, _ = train([*toy, "--max-steps", "2"])
+    student = model.Explore(model.ViT(**state["encoder"]), 96)
+    optimizer = common.adamw(student, 1e-3, 0.05, (0.9, 0.95))
+    common.resume(state, student, optimizer, torch.amp.GradScaler("cpu", enabled=False), torch.device("cpu"))
+    pages = {x.data_ptr() for x in flatten([state["model"], state["optimizer"]]) if isinstance(x, torch.Tensor)}
+    used = {x.data_ptr() for x in flatten([student.state_dict(), optimizer.state_dict()]) if isinstance(x, torch.Tensor)}
+    assert len(used) > 100 and not pages & used
 
 
 def test_a_log_with_broken_lines_is_gone_on_from(toy, tmp_path):
@@ -2641,8 +2651,8 @@ def test_attention_in_bf16_on_a_cpu_is_attention():
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_recomputed_blocks_give_the_same_bits_and_keep_less(toy, tmp_path, monkeypatch):
     toy += ["--drop-path", "0.5", "--max-steps", "3", "--experts", "4"]
-    checkpoint, blocks = model.checkpoint, []
-    monkeypatch.setattr(model, "checkpoint", lambda block, *args, **kwargs: (blocks.append(block), checkpoint(block, *args, **kwargs))[1])
+    checkpoint, blocks = torch.utils.checkpoint.checkpoint, []
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda block, *args, **kwargs: (blocks.append(block), checkpoint(block, *args, **kwargs))[1])
     equal_states(*(train([*toy, *flags, "--out", str(tmp_path / f"run{len(flags)}")])[0] for flags in ([], ["--recompute"])))
     assert len(blocks) == 3 * 4                                     # the flag alone asks for it
 
