@@ -379,6 +379,18 @@ class Teacher(nn.Module):
         return self.tokens((images.clamp(0, 1).to(self.mean.dtype) - self.mean) / self.std)
 
 
+class ClipAttention(Attention):
+    """Our attention with the weights of an nn.MultiheadAttention, in its place: compiled, that one is slow on a CPU."""
+
+    def __init__(self, theirs: nn.MultiheadAttention):
+        super().__init__(theirs.embed_dim, theirs.num_heads)
+        self.qkv.weight, self.qkv.bias, self.proj = theirs.in_proj_weight, theirs.in_proj_bias, theirs.out_proj
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, attn_mask: None) -> tuple[Tensor]:
+        """query [B, T, D]; a vision transformer's keys and values are the same tokens, and nothing masks them."""
+        return (super().forward(query),)
+
+
 class ClipTeacher(Teacher):
     """CLIP's vision transformer from open_clip: tokens after its last block, before `ln_post` and the projection.
 
@@ -414,6 +426,9 @@ class ClipTeacher(Teacher):
         cfg = visual.preprocess_cfg
         super().__init__(grid * patch_size, visual.conv1.out_channels, cfg["mean"], cfg["std"])
         self.visual = visual
+        for block in visual.transformer.resblocks:
+            if isinstance(block.attn, nn.MultiheadAttention):
+                block.attn = ClipAttention(block.attn)
         self.macs = sum(attention_macs(1 + grid ** 2, self.dim) + 2 * (1 + grid ** 2) * self.dim * block.mlp.c_fc.out_features
                         for block in visual.transformer.resblocks)
 

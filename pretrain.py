@@ -239,7 +239,11 @@ def main(args: argparse.Namespace):
     if not state and not args.bench:
         common.save(folder / "epoch_0000.pt", model=student.state_dict(), step=0, **description)
 
-    objective = objectives
+    objective, packed = objectives, contextlib.nullcontext()
+    if args.compile:
+        teacher.compile()
+        if device.type == "cpu":      # its weights never change: they are laid out once as the products like them best
+            packed = torch._inductor.config.patch(freezing=True)
     if args.compile and gradnorm:      # it differentiates twice from the last norm on, which compiled code cannot
         encoder.features = torch.compile(encoder.features)
     elif args.compile:
@@ -278,7 +282,7 @@ def main(args: argparse.Namespace):
             ids_keep, ids_restore = shuffle_visible(mask, batch["noise"], visible) if sparse else (None, None)
             last_micro = micro_step == micro_steps - 1
             lap(step, "input")
-            with torch.no_grad():
+            with torch.no_grad(), packed:
                 targets = teacher(pixels)                                           # [B, 1 + N, Dt]
             lap(step, "teacher")
             with contextlib.nullcontext() if world == 1 or last_micro else model.no_sync():
