@@ -997,7 +997,8 @@ def test_a_compiled_clip_teachers_weights_are_packed_on_a_cpu_and_teach_the_same
     """Packed: the products are oneDNN's on weights in its own layout, with bias and GELU inside."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("no bf16 products on this processor")
-    toy += ["--teacher", "small-16-quickgelu/random", "--amp", "bf16", "--max-steps", "2", "--drop-path", "0", "--experts", "0", "--objective", "token"]
+    toy += ["--teacher", "small-16-quickgelu/random", "--amp", "bf16", "--max-steps", "2", "--drop-path", "0", "--experts", "0",
+            "--objective", "token"]
     from torch._dynamo.utils import counters
     counters.clear()
     (_, plain), (_, compiled) = (train([*toy, flag, "--out", str(tmp_path / flag)]) for flag in ("--no-compile", "--compile"))
@@ -1090,7 +1091,8 @@ def test_the_run_folder_is_named_after_the_flags_that_matter():
     name = lambda *argv: pretrain.parse_args(list(argv)).out
     assert name() == name("--workers", "3", "--micro-batch", "8", "--max-steps", "4") == "runs/pretrain"
     assert name("--experts", "4") == name("--experts", "4", "--save-every", "1") == "runs/pretrain_experts=4"
-    assert len({name("--lr", "1e-3"), name("--lr", "1e-4"), name("--detach"), name("--entropy-weight", "5", "24"), name("--amp", "bf16"), name()}) == 6
+    assert len({name("--lr", "1e-3"), name("--lr", "1e-4"), name("--detach"), name("--entropy-weight", "5", "24"),
+                name("--amp", "bf16"), name()}) == 6
 
 
 def test_without_cuda_fp16_becomes_bf16_in_one_line(capsys):
@@ -1265,8 +1267,8 @@ def scenes(tmp_path_factory):
 
 def segmentation(scenes, tmp_path, *more):
     path = tmp_path / "e2.pt"
-    return [str(path) if path.exists() else write_checkpoint(path, experts=2), "--data", scenes, "--classes", "11", "--crop-size", "48", "--width", "16",
-            "--batch-size", "4", "--iterations", "4", "--warmup-iterations", "1", "--amp", "off", "--workers", "0", "--out",
+    return [str(path) if path.exists() else write_checkpoint(path, experts=2), "--data", scenes, "--classes", "11", "--crop-size", "48",
+            "--width", "16", "--batch-size", "4", "--iterations", "4", "--warmup-iterations", "1", "--amp", "off", "--workers", "0", "--out",
             str(tmp_path / "run"), *more]
 
 
@@ -1318,7 +1320,8 @@ def test_scene_views_move_image_and_annotation_together(tmp_path):
     for epoch in range(40):
         view = views[epoch, 0]
         again = views[epoch, 0]
-        assert view["image"].shape == (3, 40, 40) and torch.equal(view["image"], again["image"]) and torch.equal(view["annotation"], again["annotation"])
+        assert view["image"].shape == (3, 40, 40) and torch.equal(view["image"], again["image"])
+        assert torch.equal(view["annotation"], again["annotation"])
         bright, classes = view["image"].float().mean(0), view["annotation"]
         seen |= set(classes.unique().tolist())
         if (classes == 1).sum() > 50 and (classes == 2).sum() > 50:
@@ -1935,7 +1938,8 @@ def test_a_run_that_ends_early_ends_its_loader_too(photos, teacher, tmp_path, ca
         shutil.copytree(photos, tmp_path / "photos", dirs_exist_ok=True)
         with monkeypatch.context() as patch:
             at_step(patch, 1, fault)
-            argv = [*TOY, "--data", str(tmp_path / "photos"), "--teacher", teacher, "--epochs", "50", "--warmup-epochs", "0", "--out", str(tmp_path / str(i))]
+            argv = [*TOY, "--data", str(tmp_path / "photos"), "--teacher", teacher, "--epochs", "50", "--warmup-epochs", "0",
+                    "--out", str(tmp_path / str(i))]
             begin = time.monotonic()
             with pytest.raises((SystemExit, ZeroDivisionError)):
                 common.run(pretrain.main, pretrain.parse_args([*argv, "--workers", "2"]))
@@ -2043,8 +2047,10 @@ def test_slow_killed_20_times_a_run_ends_with_the_same_bits(photos, scenes, teac
         assert done.returncode == 0, done.stderr
     whole, parts = (model.load_checkpoint(tmp_path / name / "last.pt") for name in ("whole", "parts"))
     with capsys.disabled():
-        print(f"\n{stage}, {processes} processes: 20 kills, {halves} of them while a checkpoint was being written; last.pt at steps {steps}, then {parts['step']}")
-    assert steps == sorted(steps) and 0 < steps[-1] < parts["step"] == (1200 if stage == "linprobe" else 240) and (halves > 0 or stage == "linprobe")      # whose checkpoints are small
+        print(f"\n{stage}, {processes} processes: 20 kills, {halves} of them while a checkpoint was being written; "
+              f"last.pt at steps {steps}, then {parts['step']}")
+    assert steps == sorted(steps) and 0 < steps[-1] < parts["step"] == (1200 if stage == "linprobe" else 240)
+    assert halves > 0 or stage == "linprobe"      # whose checkpoints are small
     equal_states(whole, parts)
     for name in {path.name for folder in ("whole", "parts") for path in (tmp_path / folder).glob("*.pt")} - {"last.pt"}:
         for a, b in zip(*(flatten(model.load_checkpoint(tmp_path / folder / name)["model"]) for folder in ("whole", "parts")), strict=True):
@@ -2327,10 +2333,13 @@ def odd_images(folder):
             ("turned.jpg", image.transpose(2), picture, dict(quality=95, exif=turned.tobytes())),
             ("turned.png", image.transpose(2), picture, dict(exif=turned.tobytes())),
             ("turned.webp", image.transpose(2), picture, dict(exif=turned.tobytes(), lossless=True)),
-            ("16bit.png", Image.fromarray(grey.astype(np.uint16) * 257), grey, {}), ("16bit.tif", Image.fromarray(grey.astype(np.uint16) * 257), grey, {}),
-            ("bilevel.png", image.convert("1"), np.asarray(image.convert("1")) * np.uint8(255), {}), ("alpha.png", image.convert("RGBA"), picture, {}),
+            ("16bit.png", Image.fromarray(grey.astype(np.uint16) * 257), grey, {}),
+            ("16bit.tif", Image.fromarray(grey.astype(np.uint16) * 257), grey, {}),
+            ("bilevel.png", image.convert("1"), np.asarray(image.convert("1")) * np.uint8(255), {}),
+            ("alpha.png", image.convert("RGBA"), picture, {}),
             ("movie.png", image, picture, movie), ("movie.webp", image, picture, movie | dict(lossless=True)),
-            ("movie.gif", image.convert("P"), np.asarray(image.convert("P").convert("RGB")), movie), ("one.jpg", Image.new("RGB", (1, 1), "red"), np.array([[[254, 0, 0]]]), {}),
+            ("movie.gif", image.convert("P"), np.asarray(image.convert("P").convert("RGB")), movie),
+            ("one.jpg", Image.new("RGB", (1, 1), "red"), np.array([[[254, 0, 0]]]), {}),
             ("long.jpg", Image.new("RGB", (20000, 10), "red"), np.full((10, 20000, 3), (254, 0, 0)), {}),
             (os.fsdecode(b"caf\xe9.png"), image, picture, {})):
         stored.save(os.path.join(folder, name), **how)
@@ -2400,9 +2409,12 @@ def test_bad_annotations_are_named(scenes, tmp_path, capsys):
     def write(array, mode=None):
         Image.fromarray(array, mode).save(path)
     for fault, expected in (
-            (lambda: path.write_bytes(b""), f"cannot read the annotation {path} ("), (lambda: path.write_bytes(whole[:-30]), f"cannot read the annotation {path} ("),
-            (lambda: path.unlink(), f"cannot read the annotation {path} ("), (lambda: write(np.zeros((*shape, 3), np.uint8)), f"the annotation {path} has mode RGB"),
-            (lambda: write(np.zeros(shape, np.uint16)), f"the annotation {path} has mode I;16"), (lambda: write(np.zeros((7, 9), np.uint8)), f"the annotation {path} is (7, 9), its image ({shape[0]}, {shape[1]})"),
+            (lambda: path.write_bytes(b""), f"cannot read the annotation {path} ("),
+            (lambda: path.write_bytes(whole[:-30]), f"cannot read the annotation {path} ("),
+            (lambda: path.unlink(), f"cannot read the annotation {path} ("),
+            (lambda: write(np.zeros((*shape, 3), np.uint8)), f"the annotation {path} has mode RGB"),
+            (lambda: write(np.zeros(shape, np.uint16)), f"the annotation {path} has mode I;16"),
+            (lambda: write(np.zeros((7, 9), np.uint8)), f"the annotation {path} is (7, 9), its image ({shape[0]}, {shape[1]})"),
             (lambda: write(np.full(shape, 12, np.uint8)), f"the annotation {path} has class 12, but --classes is 11")):
         fault()
         assert expected in refusal(capsys, segment, *flags)
@@ -2482,17 +2494,24 @@ def strange_checkpoints(folder):
     for name, content, expected in (
             ("list", [1, 2], "it is no dict of tensors"), ("resnet", {"conv1.weight": torch.zeros(1)}, "it lacks patch_embed.proj.weight"),
             ("clip", {"visual.conv1.weight": torch.zeros(1)}, "it is a CLIP model, which is for --teacher"),
-            ("no_model", ours | {"model": 3}, "its 'model' is no dict"), ("no_tensors", ours | {"model": {"encoder.norm.weight": "a"}}, "more than named tensors"),
-            ("no_names", ours | {"model": {3: torch.zeros(1)}}, "more than named tensors"), ("no_config", ours | {"encoder": [1]}, "its 'encoder' is no dict"),
-            ("older", ours | {"encoder": {name: value for name, value in config.items() if name != "heads"}}, "this version reads depth, dim, experts, heads"),
+            ("no_model", ours | {"model": 3}, "its 'model' is no dict"),
+            ("no_tensors", ours | {"model": {"encoder.norm.weight": "a"}}, "more than named tensors"),
+            ("no_names", ours | {"model": {3: torch.zeros(1)}}, "more than named tensors"),
+            ("no_config", ours | {"encoder": [1]}, "its 'encoder' is no dict"),
+            ("older", ours | {"encoder": {name: value for name, value in config.items() if name != "heads"}},
+             "this version reads depth, dim, experts, heads"),
             ("newer", ours | {"encoder": config | {"registers": 4}}, "registers, but this version reads"),
             ("no_phi", ours | {"model": without}, "blocks.1.mlp.phi is missing or has another shape"),
             ("wide", ours | {"encoder": config | {"experts": 10 ** 9}}, "blocks.1.mlp.phi is missing or has another shape"),
-            ("deep", ours | {"encoder": config | {"depth": 10 ** 9}}, "too few for depth 1000000000"), ("heads", ours | {"encoder": config | {"heads": 5}}, "its encoder is impossible"),
-            ("negative", ours | {"encoder": config | {"patch_size": -8}}, "its encoder is impossible"), ("text_size", ours | {"encoder": config | {"dim": "96"}}, "its encoder is impossible"),
+            ("deep", ours | {"encoder": config | {"depth": 10 ** 9}}, "too few for depth 1000000000"),
+            ("heads", ours | {"encoder": config | {"heads": 5}}, "its encoder is impossible"),
+            ("negative", ours | {"encoder": config | {"patch_size": -8}}, "its encoder is impossible"),
+            ("text_size", ours | {"encoder": config | {"dim": "96"}}, "its encoder is impossible"),
             ("blocks", state | {"blocks.999999999.norm1.weight": torch.zeros(1)}, "blocks.4.norm1.weight is missing"),
-            ("rel_pos", state | {"blocks.0.attn.relative_position_bias_table": torch.zeros(1)}, "blocks.0.attn.relative_position_bias_table has no place in it"),
-            ("flat", {name: torch.zeros(2) for name in ("patch_embed.proj.weight", "pos_embed", "cls_token", "norm.weight")}, "no ViT with timm's names")):
+            ("rel_pos", state | {"blocks.0.attn.relative_position_bias_table": torch.zeros(1)},
+             "blocks.0.attn.relative_position_bias_table has no place in it"),
+            ("flat", {name: torch.zeros(2) for name in ("patch_embed.proj.weight", "pos_embed", "cls_token", "norm.weight")},
+             "no ViT with timm's names")):
         file = io.BytesIO()
         torch.save(content, file)
         files[name], says[name] = file.getvalue(), expected
@@ -2551,7 +2570,8 @@ def test_slow_mutated_checkpoints_load_or_are_named(tmp_path, capsys):
     assert counts["refused"] > 500 and counts["loads"] > 50 and longest < 20
 
 
-ODD_NUMBERS = ("0", "-1", "0.5", "-0.5", "1", "1e-300", "1e300", "999999937", "8000000000", "1" + "0" * 30, "1" + "0" * 400, "nan", "inf", "-inf", "", "x")
+ODD_NUMBERS = ("0", "-1", "0.5", "-0.5", "1", "1e-300", "1e300", "999999937", "8000000000", "1" + "0" * 30,"1" + "0" * 400,
+               "nan", "inf", "-inf", "", "x")
 
 
 def numeric_flags(script, *argv):
@@ -2682,7 +2702,8 @@ def test_attention_in_bf16_on_a_cpu_is_attention():
 def test_recomputed_blocks_give_the_same_bits_and_keep_less(toy, tmp_path, monkeypatch):
     toy += ["--drop-path", "0.5", "--max-steps", "3", "--experts", "4"]
     checkpoint, blocks = torch.utils.checkpoint.checkpoint, []
-    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda block, *args, **kwargs: (blocks.append(block), checkpoint(block, *args, **kwargs))[1])
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint",
+                        lambda block, *args, **kwargs: (blocks.append(block), checkpoint(block, *args, **kwargs))[1])
     equal_states(*(train([*toy, *flags, "--out", str(tmp_path / f"run{len(flags)}")])[0] for flags in ([], ["--recompute"])))
     assert len(blocks) == 3 * 4                                     # the flag alone asks for it
 
@@ -2891,7 +2912,8 @@ def test_bench_what_the_backward_pass_keeps(experts, monkeypatch):
             pixels, (ids_keep, ids_restore) = torch.rand(images, 3, 224, 224), model.shuffle_visible(mask, torch.rand(images, 196), 118)
             with torch.autocast("cpu", torch.bfloat16):
                 pred = student(pixels, mask, ids_keep, ids_restore)
-            losses_, regularizers, _ = pretrain.objectives(args, torch.full((experts,), 5.0), pred, torch.randn(images, 197, 768), pixels, mask, ids_keep)
+            targets = torch.randn(images, 197, 768)
+            losses_, regularizers, _ = pretrain.objectives(args, torch.full((experts,), 5.0), pred, targets, pixels, mask, ids_keep)
             total = losses_.sum() + regularizers
         return sum(storage.nbytes() for storage in storages.values()) + 0 * total.item()
     for encoder.recompute in (False, True):
@@ -2914,7 +2936,8 @@ def test_bench_the_experts_products_by_their_rows():
         return 2 * x.numel() * w.shape[-1] / np.median(times) / 1e12
     w = torch.randn(16, 768, 3072).bfloat16()
     rates = {rows: rate(torch.randn(16, rows, 768).bfloat16(), w) for rows in (16, 32, 128, 512)}
-    print("\n" + ", ".join(f"{rows} images: {value:.2f}" for rows, value in rates.items()) + f"; dense: {rate(torch.randn(3808, 768).bfloat16(), w[0]):.2f} TFLOP/s")
+    print("\n" + ", ".join(f"{rows} images: {value:.2f}" for rows, value in rates.items()),
+          f"dense: {rate(torch.randn(3808, 768).bfloat16(), w[0]):.2f} TFLOP/s", sep="; ")
 
 
 @pytest.mark.bench
