@@ -383,7 +383,8 @@ class ClipAttention(Attention):
     """Our attention with the weights of an nn.MultiheadAttention, in its place: compiled, that one is slow on a CPU."""
 
     def __init__(self, theirs: nn.MultiheadAttention):
-        super().__init__(theirs.embed_dim, theirs.num_heads)
+        with torch.device("meta"):      # its own weights need not be made
+            super().__init__(theirs.embed_dim, theirs.num_heads)
         self.qkv.weight, self.qkv.bias, self.proj = theirs.in_proj_weight, theirs.in_proj_bias, theirs.out_proj
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, attn_mask: None) -> tuple[Tensor]:

@@ -748,8 +748,10 @@ def test_clip_teacher_is_open_clips_own_forward(small_clips, tmp_path):
 
 
 def test_a_random_clip_teacher_is_the_same_every_time(small_clips):
+    state = torch.get_rng_state()
     one, other = (model.build_teacher("small-16/random", grid=4).state_dict() for _ in range(2))
     assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert torch.equal(torch.get_rng_state(), state)      # and nobody else's random numbers are taken
 
 
 def test_quick_gelu_comes_from_the_tag_or_from_the_models_name(small_clips, monkeypatch, tmp_path):
