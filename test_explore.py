@@ -996,7 +996,7 @@ def test_compiled_training_follows_the_plain_curve(toy, tmp_path, flags):
 
 
 def test_a_compiled_clip_teachers_weights_are_packed_on_a_cpu_and_teach_the_same(toy, small_clips, tmp_path):
-    """Packed: the products are oneDNN's on weights in its own layout, with bias and GELU inside."""
+    """Packed: the products are oneDNN's on weights in its own layout, bias and residual sum inside."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("no bf16 products on this processor")
     toy += ["--teacher", "small-16-quickgelu/random", "--amp", "bf16", "--max-steps", "2", "--drop-path", "0", "--experts", "0",
