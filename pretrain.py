@@ -244,11 +244,11 @@ def main(args: argparse.Namespace):
         teacher.compile()
         if device.type == "cpu":      # its weights never change: they are laid out once as the products like them best
             packed = torch._inductor.config.patch(freezing=True)
-    if args.compile and gradnorm:      # it differentiates twice from the last norm on, which compiled code cannot
-        encoder.features = torch.compile(encoder.features)
-    elif args.compile:
-        student.compile()
-        objective = torch.compile(objectives)
+        if gradnorm:      # it differentiates twice from the last norm on, which compiled code cannot
+            encoder.features = torch.compile(encoder.features)
+        else:
+            student.compile()
+            objective = torch.compile(objectives)
     model = DistributedDataParallel(student, gradient_as_bucket_view=True) if world > 1 else student
     model.train()
 
