@@ -67,13 +67,12 @@ class SoftMoE(nn.Module):
         nn.init.uniform_(self.phi, -experts ** -0.5, experts ** -0.5)
 
     def route(self, x: Tensor) -> Routing:
-        """x [B, T, D] -> dispatch and combine weights [B, T, E], in float32 also under autocast."""
+        """x [B, T, D] -> dispatch and combine weights [B, T, E], in float32 under autocast and in half-precision models too."""
+        precision = torch.promote_types(x.dtype, torch.float32)
         with no_autocast(x.device.type):
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
-            # the cosine of each token and each column of phi; dividing the products by the length is cheaper than the tokens
-            logits = self.scale * (x @ F.normalize(self.phi, dim=0)) / x.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-            dispatch, combine = logits.softmax(dim=1), logits.softmax(dim=2)
-            return Routing(dispatch, combine)
+            tokens, phi = F.normalize(x.to(precision), dim=-1), F.normalize(self.phi.to(precision), dim=0)
+            logits = self.scale * (tokens @ phi)                                           # cosines, [B, T, E]
+            return Routing(dispatch=logits.softmax(dim=1), combine=logits.softmax(dim=2))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         """x [B, T, D] -> (y [B, T, D], Routing)."""
@@ -122,31 +121,40 @@ class LayerScale(nn.Module):
         super().__init__()
         self.gamma = nn.Parameter(torch.full((dim,), init))
 
-    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-        """x [B, T, D], times gamma [D] and drop path's factor of each image, keep [B, 1, 1]."""
-        return x * (self.gamma * keep)
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: while training, drops a whole branch for an image with probability `p` and scales the others by 1 / (1 - p)."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * F.dropout(x.new_ones(len(x), 1, 1), self.p) if self.training and self.p else x
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block; its MLP is a SoftMoE where `experts` > 0. Returns (tokens, Routing or None)."""
+    """Pre-norm transformer block; its MLP is a SoftMoE where `experts` > 0. x [B, T, D] -> ([B, T, D], Routing or None).
 
-    def __init__(self, dim, heads, experts=0, drop_path=0.0, expert_dropout=0.0, layer_scale=0.1):
+    `layer_scale` is LayerScale's initial value; None leaves LayerScale out.
+    """
+
+    def __init__(self, dim, heads, experts=0, drop_path=0.0, expert_dropout=0.0, layer_scale: float | None = 0.1):
         super().__init__()
-        self.drop_path = drop_path
         self.norm1, self.norm2 = nn.LayerNorm(dim, eps=1e-6), nn.LayerNorm(dim, eps=1e-6)
         self.attn = Attention(dim, heads)
         self.mlp = SoftMoE(dim, experts, 4 * dim, expert_dropout) if experts else Mlp(dim, 4 * dim)
-        self.ls1, self.ls2 = LayerScale(dim, layer_scale), LayerScale(dim, layer_scale)
-
-    def keep(self, x: Tensor) -> Tensor:
-        """Stochastic depth: drops a whole branch for an image with probability `drop_path` while training. -> [B, 1, 1]"""
-        return F.dropout(x.new_ones(len(x), 1, 1), self.drop_path, self.training)
+        self.ls1, self.ls2 = (LayerScale(dim, layer_scale) if layer_scale else nn.Identity() for _ in range(2))
+        self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing | None]:
-        x = x + self.ls1(self.attn(self.norm1(x)), self.keep(x))
+        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x))))
         y = self.mlp(self.norm2(x))
         y, routing = y if isinstance(self.mlp, SoftMoE) else (y, None)
-        return x + self.ls2(y, self.keep(x)), routing
+        return x + self.drop_path(self.ls2(y)), routing
 
 
 class PatchEmbed(nn.Module):
@@ -300,7 +308,7 @@ class PixelDecoder(nn.Module):
         self.embed = nn.Linear(encoder.dim, dim)
         self.mask_token = nn.Parameter(torch.empty(1, 1, dim))
         self.pos_embed = nn.Parameter(torch.empty(1, encoder.grid ** 2, dim))
-        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(dim, heads, layer_scale=None) for _ in range(depth))     # as the release's
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.pixels = nn.Linear(dim, 3 * encoder.patch_size ** 2)
         init_weights(self)
@@ -409,17 +417,19 @@ class ClipTeacher(Teacher):
         patch_size = open_clip.get_model_config(name)["vision_cfg"].get("patch_size")
         if patch_size is None:
             raise ValueError(f"{name} is no vision transformer with a [CLS] token")
+        # OpenAI's weights were trained with QuickGELU; with another activation every target would be silently wrong. A file
+        # has no such record: there the model's name says it (ViT-B-16-quickgelu).
+        quick_gelu = open_clip.get_pretrained_cfg(name, pretrained).get("quick_gelu", False)
         try:
             with quiet_logging(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 visual = open_clip.create_model(
                     name, None if pretrained == "random" else pretrained, force_image_size=grid * patch_size,
-                    # OpenAI's weights were trained with QuickGELU; with another activation every target would be
-                    # silently wrong. A file has no such record: there the model's name says it (ViT-B-16-quickgelu).
-                    force_quick_gelu=open_clip.get_pretrained_cfg(name, pretrained).get("quick_gelu", False)).visual
+                    force_quick_gelu=quick_gelu).visual
         except Exception as error:   # the network, the hub, the cache, the file: many kinds, one meaning
-            if pretrained in tags:
-                raise ValueError(f"the weights of {name} could not be downloaded here; give a file as {name}/FILE "
+            if pretrained in tags:      # a file does not say that its weights need QuickGELU: the model's name has to
+                quick = f"{name}-quickgelu" if quick_gelu and f"{name}-quickgelu" in open_clip.list_models() else name
+                raise ValueError(f"the weights of {name} could not be downloaded here; give a file as {quick}/FILE "
                                  f"({first_line(error)})") from error
             raise ValueError(f"{pretrained} holds no weights of {name} ({first_line(error)})") from error
         if not isinstance(visual, open_clip.transformer.VisionTransformer):
@@ -476,6 +486,9 @@ def quiet_logging():
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints
+
+HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1280: 16}      # attention heads by width, which state dicts do not tell
+NO_ENCODER = re.compile(r"\w*head|decoder|mask_token|fc_norm|pre_logits|predictor|projector")      # what may stand beside one in a file
 
 FITS = "What fits: a checkpoint of ours, the authors' release, or a ViT's weights with timm's names (timm, DeiT, MAE)"
 
@@ -559,7 +572,12 @@ def misfit(config: dict, state: dict[str, Tensor]) -> str | None:
 
 
 def convert_foreign(checkpoint: dict) -> dict:
-    """Other people's ViT weights -> the form of our checkpoints. Raises ValueError where something does not fit."""
+    """Other people's ViT weights -> the form of our checkpoints. Raises ValueError where something does not fit.
+
+    Heads and decoders beside the encoder are left out; any other tensor that our ViT has no place for is refused by name,
+    for without it the features would be silently wrong.
+    """
+    heads = checkpoint.get("heads") if isinstance(checkpoint, dict) else None
     for wrapper in ("model", "state_dict"):
         if isinstance(checkpoint, dict) and isinstance(checkpoint.get(wrapper), dict):
             checkpoint = checkpoint[wrapper]
@@ -572,13 +590,19 @@ def convert_foreign(checkpoint: dict) -> dict:
         state = {key.removeprefix("student."): value for key, value in state.items() if key.startswith("student.")}
     if not {"patch_embed.proj.weight", "pos_embed", "cls_token", "norm.weight"} <= state.keys():
         raise ValueError("it lacks patch_embed.proj.weight, pos_embed, cls_token or norm.weight")
+    ours = ("patch_embed", "cls_token", "pos_embed", "blocks", "norm")
+    if strays := [name for name in state if name.split(".")[0] not in ours and not NO_ENCODER.match(name)]:
+        raise ValueError(f"{', '.join(strays[:3])} has no place in our encoder")
 
     dim, _, patch_size, _ = state["patch_embed.proj.weight"].shape
     depth = len({key.split(".")[1] for key in state if key.startswith("blocks.")})
     moe_blocks = [i for i in range(depth) if f"blocks.{i}.mlp.phi" in state]
     experts = state[f"blocks.{moe_blocks[0]}.mlp.phi"].reshape(dim, -1).shape[1] if moe_blocks else 0
     config = dict(image_size=math.isqrt(state["pos_embed"].shape[1] - 1) * patch_size, patch_size=patch_size, dim=dim,
-                  depth=depth, heads=max(1, dim // 64), experts=experts, moe_blocks=moe_blocks)
+                  depth=depth, heads=heads or HEADS.get(dim), experts=experts, moe_blocks=moe_blocks)
+    if not config["heads"]:
+        raise ValueError(f"nothing tells how many attention heads an encoder of width {dim} has: save it as "
+                         "{'model': state_dict, 'heads': NUMBER}")
     for i in range(depth):
         at = f"blocks.{i}."
         for ours, theirs in (("ls1.gamma", "gamma_1"), ("ls2.gamma", "gamma_2")):       # none at all is one of ones
@@ -593,7 +617,7 @@ def convert_foreign(checkpoint: dict) -> dict:
                 layers = [at + f"mlp.experts.{e}.fc{n}." for e in range(experts)]
                 state[at + f"mlp.w{n}"] = torch.stack([state.pop(layer + "weight").T for layer in layers])
                 state[at + f"mlp.b{n}"] = torch.stack([state.pop(layer + "bias") for layer in layers])
-    encoder = {key: value for key, value in state.items() if re.match("(patch_embed|cls_token|pos_embed|blocks|norm)([.]|$)", key)}
+    encoder = {name: value for name, value in state.items() if not NO_ENCODER.match(name)}
     if wrong := misfit(config, encoder):
         raise ValueError(wrong)
     model = {f"encoder.{key}": value for key, value in encoder.items()}
