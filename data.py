@@ -10,6 +10,7 @@ import functools
 import io
 import math
 import os
+import random
 import signal
 from pathlib import Path
 
@@ -18,11 +19,13 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
-from torchvision import tv_tensors
-from torchvision.io import ImageReadMode, decode_image
-from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
+
+try:      # the fast path: torchvision's own decoders, as long as it has them
+    from torchvision.io import ImageReadMode, decode_image
+except ImportError:
+    decode_image = None
 
 from common import SIGNALS, UserError, first_process_first
 from model import IMAGENET_MEAN, IMAGENET_STD
@@ -39,7 +42,7 @@ def read_image(path: str) -> Tensor:
         encoded = np.fromfile(path, dtype=np.uint8)
         picture = Image.open(io.BytesIO(encoded))               # reads the header alone, and refuses absurd sizes before they are decoded
         image = None
-        if picture.format in ("JPEG", "PNG"):                   # torchvision turns no others upright
+        if decode_image and picture.format in ("JPEG", "PNG"):  # torchvision turns no others upright
             with contextlib.suppress(RuntimeError, ValueError):     # a colour space or a fault that it cannot take
                 image = decode_image(torch.from_numpy(encoded), ImageReadMode.RGB, apply_exif_orientation=True)
         if image is None:
@@ -173,7 +176,7 @@ class Shapes:
     classes = [f"{texture} {hue}" for hue in hues for texture in ("striped", "spotted")]
 
     def __init__(self, split: str, size: int):
-        self.stream, self.length = {"train": (0, 8192), "val": (1, 2048)}[split]
+        self.stream, self.length = {"train": (0, 4096), "val": (1, 1024)}[split]
         axis = np.linspace(-1, 1, size, dtype=np.float32)
         self.y, self.x = axis[:, None], axis[None, :]
         self.blend = np.maximum(0, 1 - np.abs(axis[:, None] - np.array([-1, 0, 1], np.float32)))     # [size, 3]
@@ -208,14 +211,16 @@ class Shapes:
         radius = rng.uniform(0.3, 0.55) * (1 + wave[0] * np.cos(2 * angle + phase[0]) + wave[1] * np.cos(3 * angle + phase[1]))
         mask = np.hypot(dy, dx) < radius
 
-        # its texture: light stripes or light spots on dark, in any direction
+        # its texture, in any direction: light and dark stripes of its colour, or white spots on it
         turn, pitch = rng.uniform(0, np.pi), rng.uniform(12, 18)
         u, v = pitch * (np.cos(turn) * x + np.sin(turn) * y), pitch * (np.cos(turn) * y - np.sin(turn) * x)
-        light = np.cos(u) > 0 if texture == 0 else np.cos(u) + np.cos(v) > 0.7
-        shade = np.where(light, rng.uniform(0.8, 1.0), rng.uniform(0.3, 0.5))
         pure = hue_to_rgb(list(self.hues.values())[hue] + rng.uniform(-0.03, 0.03))
-        colour = 1 - rng.uniform(0.5, 0.9) * (1 - pure)                                  # less than full saturation
-        image = np.where(mask, colour[:, None, None] * shade, image)
+        colour = (1 - rng.uniform(0.5, 0.9) * (1 - pure))[:, None, None]                 # less than full saturation
+        if texture == 0:
+            pattern, light, dark = np.cos(u) > 0, colour * rng.uniform(0.8, 1.0), colour * rng.uniform(0.3, 0.5)
+        else:
+            pattern, light, dark = np.cos(u) + np.cos(v) > 0.7, rng.uniform(0.8, 1.0), colour * rng.uniform(0.5, 0.9)
+        image = np.where(mask, np.where(pattern, light, dark), image)
         return (image.clip(0, 1) * 255).astype(np.uint8), mask
 
 
@@ -235,7 +240,7 @@ def open_images(data: str, split: str, image_size: int):
 
 # ------------------------------------------------------------------------------------------------ views of one image
 
-def random_crop(rng: np.random.Generator, height: int, width: int, scale=(0.2, 1.0), ratio=(3 / 4, 4 / 3)):
+def random_crop(rng: np.random.Generator, height: int, width: int, scale: tuple[float, float], ratio=(3 / 4, 4 / 3)):
     """Top, left, height and width of a crop: a random share `scale` of the area, a random aspect ratio within `ratio`."""
     for _ in range(10):
         area = height * width * rng.uniform(*scale)
@@ -287,12 +292,25 @@ def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
     return mask
 
 
-def rand_augment(rng: np.random.Generator, image: Tensor) -> Tensor:
-    """RandAugment 9/0.5: two operations of magnitude 9 of 10, give or take 0.5. uint8 [3, S, S] -> the same."""
-    magnitude = int(np.clip(np.rint(rng.normal(9, 0.5)), 0, 10))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(rng.integers(2 ** 63)))
-        return v2.RandAugment(2, magnitude, num_magnitude_bins=11, interpolation=InterpolationMode.BILINEAR)(image)
+def rand_augment(size: int):
+    """The RandAugment of the authors' release, timm's own: two operations, each applied with probability 0.5 and with a
+    magnitude of its own around 9. A transform of PIL images of `size`; it draws from `random` and `numpy.random`.
+    """
+    from timm.data.auto_augment import rand_augment_transform      # supervised training alone needs it
+    settings = dict(translate_const=int(0.45 * size), img_mean=tuple(round(255 * value) for value in IMAGENET_MEAN),
+                    interpolation=Image.BICUBIC, magnitude_max=9.99)      # at 10, timm posterizes to 0 bits, which newer Pillows refuse
+    return rand_augment_transform("rand-m9-mstd0.5-inc1", settings)
+
+
+@contextlib.contextmanager
+def seeded(rng: np.random.Generator):
+    """Seeds the global generators that timm draws from with numbers of `rng`, and puts them back as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    random.seed(int(rng.integers(2 ** 32))), np.random.seed(int(rng.integers(2 ** 32)))
+    try:
+        yield
+    finally:
+        random.setstate(python), np.random.set_state(numpy)
 
 
 def random_erasing(rng: np.random.Generator, image: Tensor, probability: float = 0.25) -> Tensor:
@@ -310,12 +328,15 @@ class TrainViews(Dataset):
     """Training views of `images`, indexed by (epoch, index): a dict of
 
     image uint8 [3, S, S], label, flip bool, jitter [3] and, where `mask_ratio` is given, mask bool [N] and noise [N].
-    `strong` is supervised training's augmentation: RandAugment and random erasing in place of colour jitter.
+    `strong` is supervised training's augmentation: smaller crops and RandAugment in place of colour jitter; `erase` adds random
+    erasing to it.
     """
 
-    def __init__(self, images, image_size: int, seed: int, grid: int = 0, mask_ratio: float | None = None, strong: bool = False):
-        self.images, self.image_size, self.seed, self.strong = images, image_size, seed, strong
+    def __init__(self, images, image_size: int, seed: int, grid: int = 0, mask_ratio: float | None = None, strong: bool = False,
+                 erase: bool = False):
+        self.images, self.image_size, self.seed, self.erase = images, image_size, seed, erase
         self.grid, self.mask_ratio = grid, mask_ratio
+        self.rand_augment, self.scale = (rand_augment(image_size), (0.08, 1.0)) if strong else (None, (0.2, 1.0))
 
     def __getitem__(self, key: tuple[int, int]) -> dict | UserError:
         epoch, index = key
@@ -324,7 +345,7 @@ class TrainViews(Dataset):
             image, label = self.images[index]
         except UserError as error:      # handed on as a value: the loader would wrap it in a worker's traceback
             return error
-        top, left, height, width = random_crop(rng, *image.shape[-2:])
+        top, left, height, width = random_crop(rng, *image.shape[-2:], self.scale)
         view = dict(image=resize(image[:, top:top + height, left:left + width], self.image_size, self.image_size),
                     label=label,
                     flip=bool(rng.random() < 0.5),
@@ -332,8 +353,10 @@ class TrainViews(Dataset):
         if self.mask_ratio is not None:
             view |= dict(mask=block_mask(rng, self.grid, self.mask_ratio),
                          noise=rng.random(self.grid ** 2, dtype=np.float32))
-        if self.strong:
-            view |= dict(image=random_erasing(rng, rand_augment(rng, view["image"])), jitter=np.ones(3, dtype=np.float32))
+        if self.rand_augment:
+            with seeded(rng):
+                image = TF.pil_to_tensor(self.rand_augment(TF.to_pil_image(view["image"])))
+            view |= dict(image=random_erasing(rng, image) if self.erase else image, jitter=np.ones(3, dtype=np.float32))
         return view
 
 
@@ -357,8 +380,8 @@ class CentreViews(Dataset):
 class SceneViews(Dataset):
     """Segmentation views of `scenes` (Scenes or Shapes) with classes 1 to `classes`, 0 ignored.
 
-    Training, indexed by (epoch, index): a dict of image uint8 [3, crop, crop] and annotation uint8 [crop, crop] after random
-    scale 0.5 to 2, crop, flip and photometric distortion, all a function of (seed, epoch, index).
+    Training, indexed by (epoch, index): a dict of image uint8 [3, crop, crop] and annotation uint8 [crop, crop] after
+    mmsegmentation's random scale 0.5 to 2, crop, flip and photometric distortion, all a function of (seed, epoch, index).
     Evaluation, indexed by index: image uint8 [3, h, w] with its shorter side at `crop`, annotation uint8 [H, W] as it is.
     """
 
@@ -388,14 +411,49 @@ class SceneViews(Dataset):
         if not isinstance(key, tuple):
             return dict(image=TF.resize(image, self.crop, interpolation=InterpolationMode.BICUBIC, antialias=True), annotation=annotation)
         rng = np.random.default_rng((self.seed, *key))
-        transform = v2.Compose([
-            v2.Resize(max(1, round(self.crop * rng.uniform(0.5, 2))), antialias=True),
-            v2.RandomCrop(self.crop, pad_if_needed=True, fill={tv_tensors.Image: 127, tv_tensors.Mask: 0}),
-            v2.RandomHorizontalFlip(), v2.RandomPhotometricDistort()])
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(rng.integers(2 ** 63)))
-            image, annotation = transform(tv_tensors.Image(image), tv_tensors.Mask(annotation))
-        return dict(image=image.as_subclass(Tensor), annotation=annotation.as_subclass(Tensor))
+        annotation, short = annotation[None], max(1, round(self.crop * rng.uniform(0.5, 2)))
+        image = TF.resize(image, short, interpolation=InterpolationMode.BILINEAR, antialias=True)
+        annotation = TF.resize(annotation, image.shape[1:], interpolation=InterpolationMode.NEAREST)
+        top, left = scene_crop(rng, annotation, self.crop)
+        image, annotation = (x[:, top:top + self.crop, left:left + self.crop] for x in (image, annotation))
+        if rng.random() < 0.5:
+            image, annotation = image.flip(-1), annotation.flip(-1)
+        image = photometric_distortion(rng, image)
+        padding = [0, 0, self.crop - image.shape[2], self.crop - image.shape[1]]
+        mean = [round(255 * value) for value in IMAGENET_MEAN]                          # becomes 0 when normalized
+        return dict(image=TF.pad(image, padding, fill=mean), annotation=TF.pad(annotation, padding, fill=0)[0])
+
+
+def scene_crop(rng: np.random.Generator, annotation: Tensor, crop: int, most: float = 0.75) -> tuple[int, int]:
+    """Top and left of a random crop of annotation [1, H, W]: where one class has `most` of its labelled pixels or more, it is
+    drawn again, ten times at most, as in mmsegmentation."""
+    _, height, width = annotation.shape
+    for _ in range(11):
+        top, left = int(rng.integers(max(0, height - crop) + 1)), int(rng.integers(max(0, width - crop) + 1))
+        pixels = annotation[:, top:top + crop, left:left + crop].flatten().bincount(minlength=2)[1:]      # of each class; 0 is ignored
+        if pixels.max() < most * pixels.sum():
+            break
+    return top, left
+
+
+def photometric_distortion(rng: np.random.Generator, image: Tensor) -> Tensor:
+    """Brightness, contrast, saturation and hue, each with probability 0.5, as mmsegmentation's PhotoMetricDistortion.
+
+    uint8 [3, H, W] -> the same. Brightness is an offset of 32 at most, contrast a factor of 0.5 to 1.5, before or after
+    saturation and hue: in HSV, a factor of 0.5 to 1.5 and a turn of 0.1 at most.
+    """
+    def draw(low: float, high: float, nothing: float) -> float:
+        return rng.uniform(low, high) if rng.random() < 0.5 else nothing
+
+    offset, contrast, contrast_first = draw(-32, 32, 0.0), draw(0.5, 1.5, 1.0), rng.random() < 0.5
+    saturation, turn = draw(0.5, 1.5, 1.0), draw(-0.1, 0.1, 0.0)
+    x = (image + offset).clamp(0, 255)
+    x = (x * contrast).clamp(0, 255) if contrast_first else x
+    if (saturation, turn) != (1.0, 0.0):
+        h, s, v = TF.to_pil_image(x.to(torch.uint8)).convert("HSV").split()
+        h, s = h.point(lambda h: round(h + 256 * turn) % 256), s.point(lambda s: min(255, round(s * saturation)))
+        x = TF.pil_to_tensor(Image.merge("HSV", (h, s, v)).convert("RGB"))
+    return (x if contrast_first else (x * contrast).clamp(0, 255)).to(torch.uint8)
 
 
 # ------------------------------------------------------------------------------------------------------------ loaders

@@ -45,8 +45,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def add_supervised_flags(parser: argparse.ArgumentParser):
     group = parser.add_argument_group("supervision")
     group.add_argument("--augment", choices=("strong", "plain"), default="strong",
-                       help="strong: RandAugment 9/0.5, random erasing 0.25, mixup 0.8 or cutmix 1.0, label smoothing 0.1; plain: "
-                            "colour jitter, as in pretraining (default: %(default)s)")
+                       help="strong: crops of scale 0.08 to 1, timm's RandAugment, mixup 0.8 or cutmix 1.0, label smoothing 0.1, in "
+                            "finetuning also random erasing 0.25; plain: crops and colour jitter of pretraining (default: %(default)s)")
     group.add_argument("--eval-only", action="store_true",
                        help="evaluate best.pt in --out on val/ and stop")
 
@@ -58,7 +58,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.encoder, self.pool = encoder, pool
         self.head = nn.Linear(encoder.dim, classes)
-        nn.init.trunc_normal_(self.head.weight, std=0.02)
+        nn.init.trunc_normal_(self.head.weight, std=0.001 * 0.02)      # small, as in the authors' release
         nn.init.zeros_(self.head.bias)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -82,10 +82,11 @@ def accuracy(forward, batches, process: common.Process) -> tuple[float, float]:
 
 
 def fit(args: argparse.Namespace, process: common.Process, model: nn.Module, config: dict, images, val, image_size: int,
-        prepare=nn.Identity(), lr_scale=lambda name: 1.0) -> tuple[float, float]:
+        prepare=nn.Identity(), lr_scale=lambda name: 1.0, erase: bool = False) -> tuple[float, float]:
     """The supervised loop of finetune.py and linprobe.py -> (top-1, top-5) of the best epoch on val/, in percent.
 
     `model` is what learns. `prepare` comes before it, without gradient and out of DDP: nothing, or a frozen encoder.
+    `erase` adds random erasing to strong augmentation.
     `config` rebuilds the encoder of a saved `model`.
     """
     rank, world, device, _ = process
@@ -117,7 +118,7 @@ def fit(args: argparse.Namespace, process: common.Process, model: nn.Module, con
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
     scaler = torch.amp.GradScaler(device.type, enabled=process.amp == torch.float16)
     skips, first = common.resume(state, model, optimizer, scaler, device)
-    best = tuple(state["best"]) if state else (0.0, 0.0)
+    best = tuple(state["best"]) if state else (0.0, 0.0)                       # before the first evaluation
     description = dict(encoder=config, args=common.plain(vars(args)))
     if args.compile:
         model.compile(), prepare.compile()
@@ -127,10 +128,10 @@ def fit(args: argparse.Namespace, process: common.Process, model: nn.Module, con
     strong, classes = args.augment == "strong", len(images.classes)
     mix = v2.RandomChoice([v2.MixUp(alpha=0.8, num_classes=classes), v2.CutMix(alpha=1.0, num_classes=classes)])
     last = min(steps, args.max_steps or steps)
-    views = data.TrainViews(images, image_size, args.seed, strong=strong)
+    views = data.TrainViews(images, image_size, args.seed, strong=strong, erase=erase)
     order = data.TrainOrder(len(images), args.batch_size, micro_batch, args.seed, first, last, rank, world)
-    batches = data.load(views, order, args.workers, device)
     log, watch = common.Log(folder / "log.jsonl", first, world), common.Watch(args, process, first)
+    batches = log.waiting(data.load(views, order, args.workers, device))
     bar = tqdm(range(first, last), initial=first, total=last, desc=folder.name, unit="step", disable=not common.is_first())
     for step in bar:
         lr = common.learning_rate(step, steps, warmup, args.lr, args.min_lr)
@@ -162,7 +163,7 @@ def fit(args: argparse.Namespace, process: common.Process, model: nn.Module, con
             log.add(skips.metrics())
             line = log.write(done, args.batch_size, epoch=done / epoch_steps, lr=lr)
             watch.check(done, line)
-            bar.set_postfix(loss=f"{line['loss']:.3f}", best=f"{best[0]:.1f}%")
+            bar.set_postfix({"loss": f"{line['loss']:.3f}"} | ({"best": f"{best[0]:.1f}%"} if best[0] else {}))
         if scheduled:
             top1, top5 = evaluate()
             log.append({"step": done, "val_top1": top1, "val_top5": top5})
@@ -204,7 +205,7 @@ def main(args: argparse.Namespace) -> tuple[float, float]:
     common.freeze(encoder, recipe)
     classifier = Classifier(encoder, len(images.classes), args.pool).to(process.device)
     return fit(args, process, classifier, encoder.config, images, val, image_size,
-               lr_scale=common.layer_scale(len(encoder.blocks), args.layer_decay))
+               lr_scale=common.layer_scale(len(encoder.blocks), args.layer_decay), erase=True)
 
 
 if __name__ == "__main__":

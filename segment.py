@@ -94,6 +94,11 @@ def feature_blocks(depth: int) -> list[int]:
         [round(i * (depth - 1) / 3) for i in range(4)]
 
 
+def images_at_once(micro_batch: int, world: int, device: torch.device) -> int:
+    """How many images UperNet's BatchNorm sees: on GPUs, where it is synchronized, those of all processes."""
+    return micro_batch * world if device.type == "cuda" else micro_batch
+
+
 class Segmenter(nn.Module):
     """images [B, 3, crop, crop] -> UperNet's two logits."""
 
@@ -199,16 +204,15 @@ def main(args: argparse.Namespace) -> dict:
         raise UserError(str(error)) from error
     if args.crop_size % config["patch_size"]:
         raise UserError(f"--crop-size {args.crop_size} is not a multiple of the patch size {config['patch_size']}")
-    if args.warmup_iterations >= args.iterations:
-        raise UserError(f"--warmup-iterations {args.warmup_iterations} leaves nothing of --iterations {args.iterations}")
     recipe = common.choose_recipe(args, has_experts=bool(config["moe_blocks"]))
     if args.data == "shapes":
         scenes, val = (data.Shapes(split, args.crop_size) for split in ("train", "val"))
     else:
         scenes, val = (data.Scenes(args.data, split) for split in ("training", "validation"))
     micro_batch, micro_steps, epoch_steps = common.sizes(args, world, len(scenes))
-    if micro_batch == 1:
-        raise UserError(f"--micro-batch 1: UperNet's BatchNorm needs at least 2 images in each of {world} processes")
+    _, warmup = common.schedule(args, epoch_steps)
+    if images_at_once(micro_batch, world, device) == 1:
+        raise UserError("--micro-batch 1: UperNet's BatchNorm needs at least 2 images (on GPUs over all processes, on a CPU in each)")
     views, val_views = data.SceneViews(scenes, args.crop_size, args.classes, args.seed), data.SceneViews(val, args.crop_size, args.classes)
     folder = Path(args.out)
 
@@ -243,11 +247,11 @@ def main(args: argparse.Namespace) -> dict:
 
     last = min(args.iterations, args.max_steps or args.iterations)
     order = data.TrainOrder(len(scenes), args.batch_size, micro_batch, args.seed, first, last, rank, world)
-    batches = data.load(views, order, args.workers, device)
     log, watch = common.Log(folder / "log.jsonl", first, world), common.Watch(args, process, first)
+    batches = log.waiting(data.load(views, order, args.workers, device))
     bar = tqdm(range(first, last), initial=first, total=last, desc="segment", unit="step", disable=not common.is_first())
     for step in bar:
-        lr = common.linear_rate(step, args.iterations, args.warmup_iterations, args.lr, args.min_lr)
+        lr = common.linear_rate(step, args.iterations, warmup, args.lr, args.min_lr)
         common.set_rate(optimizer, lr)
         common.seed_everything(args.seed, step, rank)                           # drop path, expert dropout, dropout
         statistics = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -276,7 +280,7 @@ def main(args: argparse.Namespace) -> dict:
             log.add(skips.metrics())
             line = log.write(done, args.batch_size, epoch=done / epoch_steps, lr=lr)
             watch.check(done, line)
-            bar.set_postfix(loss=f"{line['loss']:.3f}", best=f"{max(best['miou'], 0):.1f}%")
+            bar.set_postfix({"loss": f"{line['loss']:.3f}"} | ({"best": f"{best['miou']:.1f}%"} if best["miou"] >= 0 else {}))
         if scheduled:
             result = evaluate(model, val_views, args, process)
             log.append({"step": done, **result})
