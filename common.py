@@ -98,9 +98,9 @@ def add_common_flags(parser: argparse.ArgumentParser, batch_size: int, seed: boo
     group.add_argument("--batch-size", type=positive_int, default=batch_size, help="images per step, over all processes "
                        "(default: %(default)s)")
     group.add_argument("--workers", type=number(int, lambda x: 0 <= x <= 256, "whole number from 0 to 256"), default=None, metavar="N",
-                       help="loader processes for each training process (default: its share of the cores, at most 8)")
+                       help="loader processes for each training process (default: its share of the cores, at most 16)")
     group.add_argument("--amp", choices=("fp16", "bf16", "off"), default="fp16",
-                       help="precision of matrix products (default: %(default)s; without CUDA fp16 becomes bf16)")
+                       help="precision of matrix products (default: %(default)s; without CUDA fp16 becomes off)")
     if compiles:
         group.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None,
                            help="torch.compile: slower to start, faster steps (default: on CUDA; on two CPU cores the paper's pretraining "
@@ -114,16 +114,17 @@ def add_common_flags(parser: argparse.ArgumentParser, batch_size: int, seed: boo
 def add_trainer_flags(parser: argparse.ArgumentParser, *, epochs: int = 0, warmup_epochs: float = 0, iterations: int = 0,
                       warmup_iterations: int = 0, lr: float, min_lr: float, weight_decay: float, clip_grad: float,
                       drop_path: float | None = None):
-    """Trainers count in epochs or in iterations."""
+    """Trainers count in epochs or in iterations. A default warm-up keeps its share of a run of another length."""
+    parser.set_defaults(warmup_share=warmup_epochs / epochs if epochs else warmup_iterations / iterations)
     group = parser.add_argument_group("optimization (AdamW)")
     if epochs:
         group.add_argument("--epochs", type=positive_int, default=epochs, help="default: %(default)s")
-        group.add_argument("--warmup-epochs", type=non_negative, default=warmup_epochs, metavar="EPOCHS",
-                           help="linear warm-up, then cosine decay (default: %(default)s)")
+        group.add_argument("--warmup-epochs", type=non_negative, metavar="EPOCHS",
+                           help=f"linear warm-up, then cosine decay (default: {warmup_epochs:g} of {epochs} epochs, in proportion of others)")
     else:
         group.add_argument("--iterations", type=positive_int, default=iterations, help="default: %(default)s")
-        group.add_argument("--warmup-iterations", type=natural, default=warmup_iterations, metavar="N",
-                           help="linear warm-up, then linear decay (default: %(default)s)")
+        group.add_argument("--warmup-iterations", type=natural, metavar="N",
+                           help=f"linear warm-up, then linear decay (default: {warmup_iterations} of {iterations}, in proportion of others)")
     group.add_argument("--micro-batch", type=positive_int, metavar="N",
                        help="images of one forward pass of one process; gradients accumulate up to --batch-size "
                             "(default: the largest divisor of a process's share up to 256)")
@@ -253,12 +254,12 @@ def start(args: argparse.Namespace) -> Process:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo",      # gloo: what processes agree on without a device
                                 store=dist.PrefixStore(f"restart {restart}", store), rank=rank, world_size=world)
     if args.amp == "fp16" and not cuda:
-        args.amp = "bf16"
+        args.amp = "off"      # not bf16: on a CPU without units for it, a product takes a hundred times as long
         if rank == 0:
-            print("no CUDA device: --amp fp16 becomes bf16", flush=True)
+            print("no CUDA device: --amp fp16 becomes off, float32; processors with bf16 units are faster with --amp bf16", flush=True)
     if args.workers is None:
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        args.workers = min(8, max(1, len(os.sched_getaffinity(0)) // local_world))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()      # macOS has no affinity
+        args.workers = min(16, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     if args.compile is None:
         args.compile = cuda
     return Process(rank, world, device, {"fp16": torch.float16, "bf16": torch.bfloat16, "off": None}[args.amp])
@@ -289,7 +290,7 @@ def first_process_first():
 
 def seed_everything(*key: int):
     """Seeds torch with a function of `key`: (seed,) for the weights, (seed, step, rank) for a step's drop path."""
-    torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
+    torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1)
 
 
 def mean_over_processes(values: Tensor, world: int) -> Tensor:
@@ -316,11 +317,13 @@ def sizes(args: argparse.Namespace, world: int, images: int) -> tuple[int, int, 
 # ------------------------------------------------------------------------------------------------------- optimization
 
 def schedule(args: argparse.Namespace, epoch_steps: int) -> tuple[int, int]:
-    """-> (steps of the whole run, warm-up steps)."""
-    steps, warmup = args.epochs * epoch_steps, round(args.warmup_epochs * epoch_steps)
-    if warmup >= steps:
-        raise UserError(f"--warmup-epochs {args.warmup_epochs:g} leaves nothing of --epochs {args.epochs}")
-    return steps, warmup
+    """-> (steps of the whole run, warm-up steps), from --epochs or --iterations."""
+    unit, unit_steps = ("epochs", epoch_steps) if "epochs" in args else ("iterations", 1)
+    length, warmup = getattr(args, unit), getattr(args, f"warmup_{unit}")
+    steps, warmup_steps = length * unit_steps, round((length * args.warmup_share if warmup is None else warmup) * unit_steps)
+    if warmup_steps >= steps:
+        raise UserError(f"--warmup-{unit} {warmup:g} leaves nothing of --{unit} {length}")
+    return steps, warmup_steps
 
 
 def learning_rate(step: int, steps: int, warmup: int, peak: float, floor: float) -> float:
@@ -376,7 +379,7 @@ def update(optimizer, scaler, clip_grad: float, statistics: list[tuple[Tensor, T
     optimizer.found_inf = skipped
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=not dist.is_initialized())      # DDP's gradients stay in its buckets: no second copy of them
     for buffer, before in statistics:
         buffer.copy_(torch.where(skipped > 0, before, buffer))
     return norm, skipped
@@ -495,7 +498,8 @@ def resume(state: dict | None, model: nn.Module, optimizer, scaler, device: torc
         return Skips(0, device), 0
     try:
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))      # a copy: what was read is still a part of the file
+        on_cpu = device.type == "cpu"      # there the optimizer would keep what was read, which is still a part of the file
+        optimizer.load_state_dict(copy.deepcopy(state["optimizer"]) if on_cpu else state["optimizer"])
     except (RuntimeError, ValueError, KeyError) as error:
         raise UserError(f"last.pt does not fit the model of these flags ({first_line(error)}); remove it to begin anew") from error
     if state["scaler"]:      # empty where the run was not in fp16 so far
@@ -513,7 +517,12 @@ def plain(args: dict) -> dict:
 
 
 def save(path: Path, **state):
-    """Writes a checkpoint whole or not at all. The first process only."""
+    """Writes a checkpoint whole or not at all. The first process only. UserError where anything in it is not finite."""
+    if not all_finite(state):
+        last = path.with_name("last.pt")
+        raise UserError(f"step {state.get('step')}: a weight, or a state of the optimizer, is not finite. "
+                        f"{f'{last} is good' if last.exists() else 'Nothing was saved yet'}. "
+                        "To try: a lower --lr, a smaller --weight-decay, --clip-grad 1")
     if is_first():
         write(path, lambda file: torch.save(state, file))
 
@@ -584,9 +593,6 @@ class Watch:
 
         torchrun kills some time after it passed SIGTERM on: a save that takes longer is not begun.
         """
-        if not all_finite(state):
-            raise UserError(f"step {step}: a weight, or a state of the optimizer, is not finite. {self.good()} "
-                            "To try: a lower --lr, a smaller --weight-decay, --clip-grad 1")
         left = self.time_left()
         if self.cost > left:
             print(f"{signal.Signals(self.caught[0]).name}: not saved, for that takes {self.cost:.0f} s and torchrun gives {left:.0f} s. "
@@ -627,7 +633,7 @@ def all_finite(state: dict) -> bool:
             parts += part.values()
         elif isinstance(part, Tensor):
             finite.append(part.isfinite().all())
-    return bool(torch.stack([part.to(finite[0].device) for part in finite]).all())
+    return not finite or bool(torch.stack([part.to(finite[0].device) for part in finite]).all())
 
 
 # ---------------------------------------------------------------------------------------------------------------- log
@@ -651,7 +657,18 @@ class Log:
         self.restart_clock()
 
     def restart_clock(self):
-        self.since = time.perf_counter()
+        self.since, self.waited = time.perf_counter(), 0.0
+
+    def waiting(self, batches):
+        """Passes `batches` on, and adds up how long the loop waits for them."""
+        batches, done = iter(batches), object()
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, done)
+            self.waited += time.perf_counter() - start
+            if batch is done:
+                return
+            yield batch
 
     def add(self, metrics: dict[str, Tensor]):
         """metrics: detached scalars or vectors by name; their means are written."""
@@ -665,7 +682,8 @@ class Log:
         split = mean_over_processes(means, self.world).cpu().split([total.numel() for total in self.sums.values()])
         line = {"step": step, **extra} | {name: mean.tolist() if total.ndim else mean.item()
                                           for (name, total), mean in zip(self.sums.items(), split)}
-        line["images_per_second"] = batch_size * (step - self.step) / (time.perf_counter() - self.since)
+        seconds = time.perf_counter() - self.since
+        line |= {"images_per_second": batch_size * (step - self.step) / seconds, "loader_wait": self.waited / seconds}
         self.step, self.sums, self.counts = step, {}, {}
         self.restart_clock()
         self.append(line)
