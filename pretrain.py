@@ -23,9 +23,9 @@ from losses import (GradNorm, cls_loss, dispatch_entropy, gradients_at, importan
                     routed_mean, token_loss, variation)
 from model import PRESETS, Explore, Prediction, build_teacher, build_vit, encoder_macs, shuffle_visible, take
 
-# What --demo sets where no flag says otherwise: small enough for two cores and three minutes
-DEMO = dict(data="shapes", out="runs/demo", model="vit_nano", image_size=48, patch_size=8, teacher="runs/demo-teacher/last.pt",
-            batch_size=64, epochs=6, warmup_epochs=1, lr=2e-3, drop_path=0.0, entropy_weight=[0.1], amp="off", save_every=1)
+# What --demo sets where no flag says otherwise: small enough for minutes on two cores
+DEMO = dict(data="shapes", out="runs/demo", model="vit_nano", image_size=48, patch_size=6, teacher="runs/demo-teacher/last.pt",
+            batch_size=64, epochs=4, warmup_epochs=1, lr=2e-3, drop_path=0.0, entropy_weight=[0.5], amp="off", save_every=1)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -58,7 +58,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("loss routing")
     group.add_argument("--loss-weights", choices=("dispatch", "combine", "uniform"), default="dispatch",
                        help="what weights the losses over patches: expert 0's dispatch weights the token loss (with --encoding "
-                            "dense also expert 1's the pixel loss), their combine weights, or nothing (default: %(default)s)")
+                            "dense also expert 1's the pixel loss), their combine weights, which are not normalized over an image's patches, "
+                            "or nothing (default: %(default)s)")
     group.add_argument("--loss-block", type=common.natural, nargs="+", metavar="B",
                        help="MoE block that gives the weights; several are averaged (default: the last MoE block)")
     group.add_argument("--detach", action="store_true",
@@ -170,11 +171,16 @@ def objectives(args: argparse.Namespace, entropy_weights: Tensor, pred: Predicti
         weight = (dispatch if args.loss_weights == "dispatch" else combine).mean(0)[:, 1:, expert]
         return weight.detach() if args.detach else weight      # undetached, it is what couples loss and router
 
+    def weighted(per_patch: Tensor, lives_on: Tensor, weight: Tensor | float) -> Tensor:
+        if args.loss_weights == "combine":      # as the paper's: nothing but Eq. 5's normalization keeps weights from vanishing
+            return routed_mean(weight * per_patch, lives_on)
+        return routed_mean(per_patch, lives_on * weight)
+
     # token distillation, on the visible patches in sparse encoding and on the masked ones in dense encoding
     target = targets[:, 1:] if ids_keep is None else take(targets[:, 1:], ids_keep)
     per_patch = token_loss(pred.tokens[:, 1:].float(), target.float())                            # [B, T - 1]
     lives_on = mask.float() if ids_keep is None else torch.ones_like(per_patch)
-    losses["token"] = routed_mean(per_patch, lives_on * coupling(0))
+    losses["token"] = weighted(per_patch, lives_on, coupling(0))
     metrics["token_unweighted"] = routed_mean(per_patch, lives_on)
 
     if "cls" in args.objective:
@@ -183,7 +189,7 @@ def objectives(args: argparse.Namespace, entropy_weights: Tensor, pred: Predicti
     # pixels, always on the masked patches
     if "pixel" in args.objective:
         per_patch = pixel_loss(pred.pixels.float(), images, args.patch_size)                      # [B, N]
-        losses["pixel"] = routed_mean(per_patch, mask.float() * (coupling(1) if couples_pixels(args) else 1.0))
+        losses["pixel"] = weighted(per_patch, mask.float(), coupling(1) if couples_pixels(args) else 1.0)
         metrics["pixel_unweighted"] = routed_mean(per_patch, mask.float())
 
     metrics |= losses
@@ -254,6 +260,7 @@ def main(args: argparse.Namespace):
 
     # the loop
     last, collapsed, watch = min(steps, args.max_steps or steps), False, common.Watch(args, process, first)
+    log = common.Log(folder / "log.jsonl", first, world)
     views = data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio)
     if args.bench:      # one batch, over and over, and nothing to save when a signal comes
         watch.close()
@@ -262,9 +269,8 @@ def main(args: argparse.Namespace):
     else:
         lap = lambda step, part: None
         order = data.TrainOrder(len(images), args.batch_size, micro_batch, args.seed, first, last, rank, world)
-        batches = data.load(views, order, args.workers, device)
+        batches = log.waiting(data.load(views, order, args.workers, device))
     visible, sparse = grid ** 2 - int(args.mask_ratio * grid ** 2), args.encoding == "sparse"
-    log = common.Log(folder / "log.jsonl", first, world)
     bar = tqdm(range(first, last), initial=first, total=last, desc="pretrain", unit="step", disable=not common.is_first())
     for step in bar:
         lr = common.learning_rate(step, steps, warmup, args.lr, args.min_lr)
@@ -318,7 +324,7 @@ def main(args: argparse.Namespace):
             log.add(skips.metrics())
             line = log.write(done, args.batch_size, epoch=done / epoch_steps, lr=lr)
             watch.check(done, line)
-            collapsed = collapsed or warn_of_collapse(done, line)
+            collapsed = collapsed or warn_of_collapse(done, line, 1 / args.experts if args.loss_weights == "combine" else 1.0)
             bar.set_postfix({name: f"{line[name]:.3f}" for name in ("loss", "token", "cls") if name in line})
         if saves:
             if scheduled and done % epoch_steps == 0:
@@ -337,9 +343,9 @@ def main(args: argparse.Namespace):
         show_demo(args)
 
 
-def warn_of_collapse(step: int, line: dict) -> bool:
-    """Says so where the router has left the hard patches: a loss below a fifth of its plain mean is the paper's sign of it."""
-    found = [name for name in ("token_ratio", "pixel_ratio") if line.get(name, 1.0) < 0.2]
+def warn_of_collapse(step: int, line: dict, neutral: float) -> bool:
+    """Says so where the router has left the hard patches: a loss below a fifth of what neutral routing gives is the paper's sign of it."""
+    found = [name for name in ("token_ratio", "pixel_ratio") if line.get(name, neutral) < 0.2 * neutral]
     if found and common.is_first():
         tqdm.write(f"step {step}: the router collapses: {found[0]}, the ratio of weighted to unweighted loss, is {line[found[0]]:.3f}. "
                    "A higher --entropy-weight keeps its weights nearer to uniform", file=sys.stderr)
@@ -383,7 +389,7 @@ def train_demo_teacher(args: argparse.Namespace):
     if args.teacher == DEMO["teacher"]:
         finetune.main(finetune.parse_args([
             "--data", args.data or "shapes", "--out", str(Path(args.teacher).parent), "--model", args.model, "--image-size",
-            str(args.image_size), "--patch-size", str(args.patch_size), "--epochs", "6", "--warmup-epochs", "1", "--lr",
+            str(args.image_size), "--patch-size", str(args.patch_size), "--epochs", "4", "--warmup-epochs", "1", "--lr",
             "2e-3", "--batch-size", "64", "--drop-path", "0", "--augment", "plain", "--layer-decay", "1", "--amp", args.amp]))
 
 
