@@ -1,14 +1,16 @@
-"""Images for every stage: folders, torchvision's sets, the built-in shapes set; block masks, transforms and loaders.
+"""Images for every stage: folders, torchvision's sets, the built-in shapes; block masks, views and loaders.
 
-What is random about a training image (crop, flip, colour jitter, mask) is a function of (seed, epoch, index), and so is
-the order of images of (seed, epoch): neither the number of workers nor that of processes changes anything.
-Workers decode, crop and resize, and send uint8; `augment` does the rest on the training device.
+What is random about a training image (crop, flip, colour jitter, mask) is a function of (seed, epoch, index),
+and the order of images one of (seed, epoch): the numbers of workers and processes change nothing. Workers
+decode, crop and resize, and send uint8; `augment` does the rest on the training device.
 """
 
+import atexit
 import contextlib
 import functools
 import io
 import math
+import multiprocessing
 import os
 import random
 import signal
@@ -18,7 +20,9 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
+from torchvision.datasets import CIFAR10, DatasetFolder, Food101
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 
@@ -27,98 +31,72 @@ try:      # the fast path: torchvision's own decoders, as long as it has them
 except ImportError:
     decode_image = None
 
-from common import SIGNALS, UserError, first_process_first
+from common import SIGNALS, FileError, UserError, first_process_first
 from model import IMAGENET_MEAN, IMAGENET_STD
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff")
-TORCHVISION_SETS = ("cifar10", "food101")
+BICUBIC = InterpolationMode.BICUBIC
 
 
-# ------------------------------------------------------------------------------------------------------------- images
+# ------------------------------------------------------------------------------------------------ images
 
 def read_image(path: str) -> Tensor:
-    """The image file as RGB, uint8 [3, H, W], upright by its EXIF orientation. UserError with the path if it is none."""
+    """The image file as RGB, uint8 [3, H, W], upright by its EXIF orientation. FileError names the path."""
     try:
         encoded = np.fromfile(path, dtype=np.uint8)
-        picture = Image.open(io.BytesIO(encoded))               # reads the header alone, and refuses absurd sizes before they are decoded
-        image = None
-        if decode_image and picture.format in ("JPEG", "PNG"):  # torchvision turns no others upright
-            with contextlib.suppress(RuntimeError, ValueError):     # a colour space or a fault that it cannot take
-                image = decode_image(torch.from_numpy(encoded), ImageReadMode.RGB, apply_exif_orientation=True)
-        if image is None:
-            image = decode_with_pillow(picture)
-        return TF.to_dtype(image, torch.uint8, scale=True)      # 16 bits come as uint16
-    except Exception as error:                  # Pillow alone raises a dozen kinds for broken files
-        raise UserError(f"cannot read the image {path} ({type(error).__name__}: {error})", everywhere=True) from error
+        picture = Image.open(io.BytesIO(encoded))                   # reads the header, refuses absurd sizes
+        if decode_image and picture.format in ("JPEG", "PNG"):      # torchvision turns no others upright
+            with contextlib.suppress(RuntimeError, ValueError):     # a colour space that it cannot take
+                encoded = torch.from_numpy(encoded)
+                image = decode_image(encoded, ImageReadMode.RGB, apply_exif_orientation=True)
+                return TF.to_dtype(image, torch.uint8, scale=True)  # 16 bits come as uint16
+        if picture.mode.startswith("I;16"):
+            picture = Image.fromarray((np.array(picture) / 257).round().astype(np.uint8))
+        if picture.mode in ("I", "F"):
+            raise ValueError(f"mode {picture.mode} does not fit into 8 bits")
+        return TF.pil_to_tensor(ImageOps.exif_transpose(picture).convert("RGB"))
+    except Exception as error:                                      # a dozen kinds for broken files
+        raise FileError(f"cannot read the image {path} ({type(error).__name__}: {error})") from error
 
 
-def decode_with_pillow(picture: Image.Image) -> Tensor:
-    if picture.mode in ("I", "F"):
-        raise ValueError(f"mode {picture.mode} does not say which number is white")
-    picture = ImageOps.exif_transpose(picture)
-    if picture.mode.startswith("I;16"):         # convert would cut at 255 what goes up to 65535
-        return torch.from_numpy(np.array(picture, dtype=np.uint16)).expand(3, -1, -1)
-    return TF.pil_to_tensor(picture.convert("RGB"))
-
-
-class Folder:
-    """Images in class folders: ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, ImageNet's layout.
-
-    Classes are the sorted names in train/, for both splits. Index it for (uint8 [3, H, W], label).
-    """
+class Folder(DatasetFolder):
+    """ImageNet's ROOT/{train,val}/CLASS/*.jpg, classes of train/. Index it for (uint8 [3, H, W], label)."""
 
     def __init__(self, root: str, split: str):
-        for part in {"train", split}:
-            if not Path(root, part).is_dir():
-                raise UserError(f"--data {root}: there is no folder {Path(root, part)}; expected {root}/train/CLASS/*.jpg "
-                                f"and {root}/val/CLASS/*.jpg, or one of {', '.join(TORCHVISION_SETS)}, shapes "
-                                "(`python pretrain.py --demo` needs no images)")
-        self.classes = folders(Path(root, "train"))
-        unknown = [name for name in folders(Path(root, split)) if name not in set(self.classes)]
-        if unknown:
-            raise UserError(f"--data {root}: class {unknown[0]!r} of {split}/ is not among those of train/")
-        paths, self.labels = [], []
-        for label, name in enumerate(self.classes):
-            found = images_in(os.path.join(root, split, name))
-            paths += found
-            self.labels += [label] * len(found)
-        if not paths:
-            raise UserError(f"--data {root}: no image in {Path(root, split)}; expected {split}/CLASS/*.jpg")
-        # One array of bytes, not a million Python strings: workers would copy those as their reference counts change
-        self.paths = np.array([os.fsencode(path) for path in paths])
+        self.train = os.path.join(root, "train")
+        try:
+            super().__init__(os.path.join(root, split), read_image, IMG_EXTENSIONS, allow_empty=True)
+            if not self.samples:
+                raise FileNotFoundError(f"no image in {os.path.join(root, split)}")
+        except OSError as error:
+            message = (f"--data {root}: {error}; expected train/CLASS/*.jpg and val/CLASS/*.jpg in it, "
+                       "or cifar10, food101, shapes (`python pretrain.py --demo` needs no images)")
+            raise UserError(message) from error
+        # one array of bytes, not a million strings: workers would copy those as reference counts change
+        self.samples = np.array([os.fsencode(path) for path, _ in self.samples])
 
-    def __len__(self):
-        return len(self.paths)
+    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+        classes, indices = super().find_classes(self.train)
+        if strangers := set(super().find_classes(directory)[0]) - set(classes):
+            raise FileNotFoundError(f"class {min(strangers)!r} of {directory} is not among those of train/")
+        return classes, indices
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return read_image(os.fsdecode(self.paths[index])), self.labels[index]
-
-
-def folders(root: Path) -> list[str]:
-    return sorted(entry.name for entry in os.scandir(root) if entry.is_dir()) if root.is_dir() else []
-
-
-def images_in(folder: str) -> list[str]:
-    if not os.path.isdir(folder):
-        return []
-    return sorted(e.path for e in os.scandir(folder) if e.name.lower().endswith(EXTENSIONS) and e.is_file())
+        return read_image(os.fsdecode(self.samples[index])), self.targets[index]
 
 
 class Scenes:
-    """Photographs with a class for each pixel, in ADE20K's layout: ROOT/images/SPLIT/NAME.jpg, ROOT/annotations/SPLIT/NAME.png.
+    """ADE20K's layout: ROOT/images/SPLIT/NAME.jpg, ROOT/annotations/SPLIT/NAME.png with a class per pixel.
 
-    Index it for (uint8 [3, H, W], 0). `annotation(index)` is uint8 [H, W] of classes from 1, 0 is ignored; `mask(index)` is
-    bool [H, W], True where the class is among `foreground`.
+    Index it for (uint8 [3, H, W], 0). `annotation(index)` is uint8 [H, W] of classes from 1, 0 is ignored.
     """
 
-    def __init__(self, root: str, split: str, foreground: list[int] = ()):
-        folder = os.path.join(root, "images", split)
-        self.paths, self.foreground = images_in(folder), foreground
+    def __init__(self, root: str, split: str):
+        files = Path(root, "images", split).glob("*")
+        self.paths = sorted(path for path in files if path.suffix.lower() in IMG_EXTENSIONS)
+        self.annotations = [Path(root, "annotations", split, path.stem + ".png") for path in self.paths]
         if not self.paths:
-            raise UserError(f"--data {root}: no image in {folder}; expected ADE20K's layout, images/{split}/*.jpg and "
-                            f"annotations/{split}/*.png")
-        self.annotations = [os.path.join(root, "annotations", split, os.path.splitext(os.path.basename(path))[0] + ".png")
-                            for path in self.paths]
+            raise UserError(f"--data {root}: no image in {root}/images/{split}; expected ADE20K's layout, "
+                            f"images/{split}/*.jpg and annotations/{split}/*.png")
 
     def __len__(self):
         return len(self.paths)
@@ -127,50 +105,36 @@ class Scenes:
         return read_image(self.paths[index]), 0
 
     def annotation(self, index: int) -> Tensor:
-        path = self.annotations[index]
         try:
-            picture = Image.open(path)
-            classes = torch.from_numpy(np.array(picture, dtype=np.uint8)) if picture.mode in ("L", "P") else None
-        except Exception as error:              # as for images
-            raise UserError(f"cannot read the annotation {path} ({type(error).__name__}: {error})", everywhere=True) from error
-        if classes is None:
-            raise UserError(f"the annotation {path} has mode {picture.mode}; expected one 8-bit class for each pixel (L or P)",
-                            everywhere=True)
-        return classes
-
-    def mask(self, index: int) -> Tensor:
-        return torch.isin(self.annotation(index), torch.tensor(self.foreground, dtype=torch.uint8))
-
-
-class TorchvisionSet:
-    """CIFAR-10 or Food-101 by torchvision's own download, kept in data/. Index it for (uint8 [3, H, W], label)."""
-
-    def __init__(self, name: str, split: str):
-        from torchvision import datasets
-        try:
-            with first_process_first():
-                if name == "cifar10":
-                    self.images = datasets.CIFAR10("data", train=split == "train", download=True)
-                else:
-                    self.images = datasets.Food101("data", split="train" if split == "train" else "test", download=True)
+            picture = Image.open(self.annotations[index])
+            if picture.mode not in ("L", "P"):
+                raise ValueError(f"mode {picture.mode}; expected one 8-bit class for each pixel")
+            return torch.from_numpy(np.array(picture))
         except Exception as error:
-            raise UserError(f"--data {name}: torchvision could not download it here ({error}); "
-                            "give a folder of images instead") from error
-        self.classes = self.images.classes
+            raise FileError(f"cannot read the annotation {self.annotations[index]} ({error})") from error
 
-    def __len__(self):
-        return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image, label = self.images[index]
-        return TF.pil_to_tensor(image.convert("RGB")), label
+def torchvision_set(name: str, split: str) -> CIFAR10 | Food101:
+    """CIFAR-10 or Food-101, downloaded by torchvision to data/. Index it for (uint8 [3, H, W], label)."""
+    try:
+        with first_process_first():
+            if name == "cifar10":
+                return CIFAR10("data", train=split == "train", transform=rgb, download=True)
+            return Food101("data", "train" if split == "train" else "test", transform=rgb, download=True)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"--data {name}: torchvision could not download it ({error}); "
+                        "give a folder of images instead") from error
+
+
+def rgb(image: Image.Image) -> Tensor:
+    return TF.pil_to_tensor(image.convert("RGB"))
 
 
 class Shapes:
-    """A set drawn on the fly: one textured blob on a smooth background; ten classes, five hues by two textures.
+    """A set drawn on the fly: a textured blob on a smooth background; ten classes, five hues by two textures.
 
-    Each image is a function of (split, index). Index it for (uint8 [3, size, size], label); `mask(index)` is the
-    object's bool [size, size].
+    Each image is a function of (split, index). Index it for (uint8 [3, size, size], label). `mask(index)` is
+    the object's bool [size, size], `annotation(index)` uint8: 1 for background, 2 to 11 for its class.
     """
     hues = {"red": 0.0, "yellow": 0.15, "green": 0.35, "blue": 0.6, "purple": 0.8}
     classes = [f"{texture} {hue}" for hue in hues for texture in ("striped", "spotted")]
@@ -179,47 +143,45 @@ class Shapes:
         self.stream, self.length = {"train": (0, 4096), "val": (1, 1024)}[split]
         axis = np.linspace(-1, 1, size, dtype=np.float32)
         self.y, self.x = axis[:, None], axis[None, :]
-        self.blend = np.maximum(0, 1 - np.abs(axis[:, None] - np.array([-1, 0, 1], np.float32)))     # [size, 3]
+        self.blend = np.maximum(0, 1 - np.abs(self.y - np.array([-1, 0, 1], np.float32)))      # [size, 3]
 
     def __len__(self):
         return self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image, _ = self.draw(index)
-        return torch.from_numpy(image), index % len(self.classes)
+        return torch.from_numpy(self.draw(index)[0]), index % len(self.classes)
 
     def mask(self, index: int) -> Tensor:
         return torch.from_numpy(self.draw(index)[1])
 
     def annotation(self, index: int) -> Tensor:
-        """uint8 [size, size]: 1 is background, 2 to 11 the object's class."""
         return torch.where(self.mask(index), 2 + index % len(self.classes), 1).to(torch.uint8)
 
     def draw(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """-> (uint8 [3, size, size], the object's bool [size, size])."""
+        """-> (uint8 [3, size, size], the object's bool [size, size])"""
         rng, x, y = np.random.default_rng((self.stream, index)), self.x, self.y
         hue, texture = divmod(index % len(self.classes), 2)
 
-        # background: 3 x 3 random dull colours that blend into each other, and a little noise
+        # background: 3 x 3 random dull colours that blend into each other, and noise
         dull = rng.uniform(0.25, 0.75, (1, 3, 3)) + rng.uniform(-0.2, 0.2, (3, 3, 3))
         image = self.blend @ dull.astype(np.float32) @ self.blend.T
-        image += 0.03 * rng.standard_normal(image.shape, dtype=np.float32)
+        image += 0.1 * rng.standard_normal(image.shape, dtype=np.float32)
 
         # object: a blob whose radius waves with the angle
         dy, dx = y - rng.uniform(-0.5, 0.5), x - rng.uniform(-0.5, 0.5)
         angle, phase, wave = np.arctan2(dy, dx), rng.uniform(0, 2 * np.pi, 2), rng.uniform(0, 0.2, 2)
-        radius = rng.uniform(0.3, 0.55) * (1 + wave[0] * np.cos(2 * angle + phase[0]) + wave[1] * np.cos(3 * angle + phase[1]))
-        mask = np.hypot(dy, dx) < radius
+        radius = 1 + wave[0] * np.cos(2 * angle + phase[0]) + wave[1] * np.cos(3 * angle + phase[1])
+        mask = np.hypot(dy, dx) < rng.uniform(0.3, 0.55) * radius
 
         # its texture, in any direction: light and dark stripes of its colour, or white spots on it
         turn, pitch = rng.uniform(0, np.pi), rng.uniform(12, 18)
-        u, v = pitch * (np.cos(turn) * x + np.sin(turn) * y), pitch * (np.cos(turn) * y - np.sin(turn) * x)
+        u = pitch * (np.cos(turn) * x + np.sin(turn) * y)
+        v = pitch * (np.cos(turn) * y - np.sin(turn) * x)
         pure = hue_to_rgb(list(self.hues.values())[hue] + rng.uniform(-0.03, 0.03))
-        colour = (1 - rng.uniform(0.5, 0.9) * (1 - pure))[:, None, None]                 # less than full saturation
-        if texture == 0:
-            pattern, light, dark = np.cos(u) > 0, colour * rng.uniform(0.8, 1.0), colour * rng.uniform(0.3, 0.5)
-        else:
-            pattern, light, dark = np.cos(u) + np.cos(v) > 0.7, rng.uniform(0.8, 1.0), colour * rng.uniform(0.5, 0.9)
+        colour = (1 - rng.uniform(0.5, 0.9) * (1 - pure))[:, None, None]
+        light = rng.uniform(0.8, 1.0) * (colour if texture == 0 else 1)
+        dark = colour * (rng.uniform(0.3, 0.5) if texture == 0 else rng.uniform(0.5, 0.9))
+        pattern = np.cos(u) > 0 if texture == 0 else np.cos(u) + np.cos(v) > 0.7
         image = np.where(mask, np.where(pattern, light, dark), image)
         return (image.clip(0, 1) * 255).astype(np.uint8), mask
 
@@ -230,47 +192,39 @@ def hue_to_rgb(hue: float) -> np.ndarray:
 
 
 def open_images(data: str, split: str, image_size: int):
-    """What `--data` names: a Folder, a TorchvisionSet or Shapes, of "train" or "val"."""
+    """What `--data` names: a Folder, a set of torchvision or Shapes, of "train" or "val"."""
     if data == "shapes":
         return Shapes(split, image_size)
-    if data in TORCHVISION_SETS:
-        return TorchvisionSet(data, split)
-    return Folder(data, split)
+    return torchvision_set(data, split) if data in ("cifar10", "food101") else Folder(data, split)
 
 
-# ------------------------------------------------------------------------------------------------ views of one image
+# ------------------------------------------------------------------------------------ views of one image
 
-def random_crop(rng: np.random.Generator, height: int, width: int, scale: tuple[float, float], ratio=(3 / 4, 4 / 3)):
-    """Top, left, height and width of a crop: a random share `scale` of the area, a random aspect ratio within `ratio`."""
+def random_crop(rng: np.random.Generator, height: int, width: int, scale, ratio=(3 / 4, 4 / 3)):
+    """As RandomResizedCrop: a random share of the area, an aspect in `ratio` -> top, left, height, width"""
     for _ in range(10):
         area = height * width * rng.uniform(*scale)
         aspect = math.exp(rng.uniform(math.log(ratio[0]), math.log(ratio[1])))
         h, w = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
         if 0 < h <= height and 0 < w <= width:
             return int(rng.integers(height - h + 1)), int(rng.integers(width - w + 1)), h, w
-    h, w = min(height, round(width / ratio[0])), min(width, round(height * ratio[1]))     # a very long image: its middle
-    h, w = max(h, 1), max(w, 1)
-    return (height - h) // 2, (width - w) // 2, h, w
-
-
-def resize(image: Tensor, height: int, width: int) -> Tensor:
-    return TF.resize(image, [height, width], interpolation=InterpolationMode.BICUBIC, antialias=True)
+    h, w = max(1, min(height, round(width / ratio[0]))), max(1, min(width, round(height * ratio[1])))
+    return (height - h) // 2, (width - w) // 2, h, w      # the middle of a very long image
 
 
 def centre_view(image: Tensor, size: int) -> Tensor:
     """The evaluation view, uint8 [3, size, size]: shorter side to 256/224 of `size`, then the centre."""
-    height, width = image.shape[-2:]
-    longest = 4 * min(height, width)      # of a longer side, the middle is all that will be seen: do not resize the rest
-    image = TF.center_crop(image, [min(height, longest), min(width, longest)])
-    image = TF.resize(image, round(size * 256 / 224), interpolation=InterpolationMode.BICUBIC, antialias=True)
+    longest = 4 * min(image.shape[-2:])      # of a longer side, do not resize what will not be seen
+    image = TF.center_crop(image, [min(side, longest) for side in image.shape[-2:]])
+    image = TF.resize(image, round(size * 256 / 224), interpolation=BICUBIC, antialias=True)
     return TF.center_crop(image, [size, size])
 
 
 def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
     """BEiT's block masking: bool [grid * grid], True is masked, exactly int(ratio * grid * grid) of them.
 
-    Blocks have at least 16 patches on a 14 x 14 grid (in proportion on smaller ones) and an aspect ratio within
-    0.3 to 1/0.3. What no block fits into is filled up with single patches.
+    Blocks have at least 16 patches of a 14 x 14 grid (in proportion on smaller ones) and an aspect in 0.3 to
+    1/0.3. Where no more blocks fit, single patches fill up.
     """
     total = int(ratio * grid ** 2)
     smallest = max(1, round(16 * min(1, grid ** 2 / 14 ** 2)))
@@ -293,24 +247,27 @@ def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
 
 
 def rand_augment(size: int):
-    """The RandAugment of the authors' release, timm's own: two operations, each applied with probability 0.5 and with a
-    magnitude of its own around 9. A transform of PIL images of `size`; it draws from `random` and `numpy.random`.
+    """The release's RandAugment, timm's own: two operations on a PIL image of `size`, each applied with
+    probability 0.5 and a magnitude of its own around 9. It draws from `random` and `numpy.random`.
     """
-    from timm.data.auto_augment import rand_augment_transform      # supervised training alone needs it
-    settings = dict(translate_const=int(0.45 * size), img_mean=tuple(round(255 * value) for value in IMAGENET_MEAN),
-                    interpolation=Image.BICUBIC, magnitude_max=9.99)      # at 10, timm posterizes to 0 bits, which newer Pillows refuse
-    return rand_augment_transform("rand-m9-mstd0.5-inc1", settings)
+    from timm.data.auto_augment import rand_augment_transform      # only supervised training needs it
+    mean = tuple(round(255 * value) for value in IMAGENET_MEAN)
+    return rand_augment_transform("rand-m9-mstd0.5-inc1", dict(
+        translate_const=int(0.45 * size), img_mean=mean, interpolation=Image.BICUBIC,
+        magnitude_max=9.99))      # at 10, timm posterizes to 0 bits, which newer Pillows refuse
 
 
 @contextlib.contextmanager
 def seeded(rng: np.random.Generator):
-    """Seeds the global generators that timm draws from with numbers of `rng`, and puts them back as they were."""
+    """Seeds Python's and NumPy's global generators by `rng`, and puts them back as they were."""
     python, numpy = random.getstate(), np.random.get_state()
-    random.seed(int(rng.integers(2 ** 32))), np.random.seed(int(rng.integers(2 ** 32)))
+    random.seed(int(rng.integers(2 ** 32)))
+    np.random.seed(int(rng.integers(2 ** 32)))
     try:
         yield
     finally:
-        random.setstate(python), np.random.set_state(numpy)
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def random_erasing(rng: np.random.Generator, image: Tensor, probability: float = 0.25) -> Tensor:
@@ -320,43 +277,39 @@ def random_erasing(rng: np.random.Generator, image: Tensor, probability: float =
     top, left, h, w = random_crop(rng, *image.shape[-2:], scale=(0.02, 1 / 3), ratio=(0.3, 1 / 0.3))
     mean, std = (255 * np.array(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
     image = image.clone()
-    image[:, top:top + h, left:left + w] = torch.from_numpy(rng.normal(mean, std, (3, h, w)).clip(0, 255).astype(np.uint8))
+    image[:, top:top + h, left:left + w] = torch.from_numpy(rng.normal(mean, std, (3, h, w)).clip(0, 255))
     return image
 
 
 class TrainViews(Dataset):
-    """Training views of `images`, indexed by (epoch, index): a dict of
+    """Training views of `images`, indexed by (epoch, index): a dict of image uint8 [3, S, S], label, flip
+    bool, jitter [3] and, with a `mask_ratio`, mask bool [N] and noise [N].
 
-    image uint8 [3, S, S], label, flip bool, jitter [3] and, where `mask_ratio` is given, mask bool [N] and noise [N].
-    `strong` is supervised training's augmentation: smaller crops and RandAugment in place of colour jitter; `erase` adds random
-    erasing to it.
+    `strong` is for supervised training: smaller crops, RandAugment in place of colour jitter; `erase` adds
+    random erasing.
     """
 
-    def __init__(self, images, image_size: int, seed: int, grid: int = 0, mask_ratio: float | None = None, strong: bool = False,
-                 erase: bool = False):
-        self.images, self.image_size, self.seed, self.erase = images, image_size, seed, erase
-        self.grid, self.mask_ratio = grid, mask_ratio
-        self.rand_augment, self.scale = (rand_augment(image_size), (0.08, 1.0)) if strong else (None, (0.2, 1.0))
+    def __init__(self, images, image_size: int, seed: int, grid: int = 0, mask_ratio: float | None = None,
+                 strong: bool = False, erase: bool = False):
+        self.images, self.image_size, self.seed = images, image_size, seed
+        self.grid, self.mask_ratio, self.erase = grid, mask_ratio, erase
+        self.rand_augment = rand_augment(image_size) if strong else None
+        self.scale = (0.08, 1.0) if strong else (0.2, 1.0)
 
-    def __getitem__(self, key: tuple[int, int]) -> dict | UserError:
-        epoch, index = key
-        rng = np.random.default_rng((self.seed, epoch, index))
-        try:
-            image, label = self.images[index]
-        except UserError as error:      # handed on as a value: the loader would wrap it in a worker's traceback
-            return error
-        top, left, height, width = random_crop(rng, *image.shape[-2:], self.scale)
-        view = dict(image=resize(image[:, top:top + height, left:left + width], self.image_size, self.image_size),
-                    label=label,
-                    flip=bool(rng.random() < 0.5),
-                    jitter=rng.uniform(1 - 0.4, 1 + 0.4, 3).astype(np.float32))     # brightness, contrast, saturation
-        if self.mask_ratio is not None:
-            view |= dict(mask=block_mask(rng, self.grid, self.mask_ratio),
-                         noise=rng.random(self.grid ** 2, dtype=np.float32))
+    def __getitem__(self, key: tuple[int, int]) -> dict:
+        rng = np.random.default_rng((self.seed, *key))
+        image, label = self.images[key[1]]
+        crop, size = random_crop(rng, *image.shape[-2:], self.scale), [self.image_size, self.image_size]
+        image = TF.resized_crop(image, *crop, size, interpolation=BICUBIC, antialias=True)
+        flip, jitter = bool(rng.random() < 0.5), rng.uniform(1 - 0.4, 1 + 0.4, 3).astype(np.float32)
         if self.rand_augment:
             with seeded(rng):
-                image = TF.pil_to_tensor(self.rand_augment(TF.to_pil_image(view["image"])))
-            view |= dict(image=random_erasing(rng, image) if self.erase else image, jitter=np.ones(3, dtype=np.float32))
+                image = TF.pil_to_tensor(self.rand_augment(TF.to_pil_image(image)))
+            image, jitter = random_erasing(rng, image) if self.erase else image, np.ones_like(jitter)
+        view = dict(image=image, label=label, flip=flip, jitter=jitter)
+        if self.mask_ratio is not None:
+            view["mask"] = block_mask(rng, self.grid, self.mask_ratio)
+            view["noise"] = rng.random(self.grid ** 2, dtype=np.float32)
         return view
 
 
@@ -369,20 +322,17 @@ class CentreViews(Dataset):
     def __len__(self):
         return len(self.images)
 
-    def __getitem__(self, index: int) -> dict | UserError:
-        try:
-            image, label = self.images[index]
-        except UserError as error:
-            return error
+    def __getitem__(self, index: int) -> dict:
+        image, label = self.images[index]
         return dict(image=centre_view(image, self.image_size), label=label)
 
 
 class SceneViews(Dataset):
     """Segmentation views of `scenes` (Scenes or Shapes) with classes 1 to `classes`, 0 ignored.
 
-    Training, indexed by (epoch, index): a dict of image uint8 [3, crop, crop] and annotation uint8 [crop, crop] after
-    mmsegmentation's random scale 0.5 to 2, crop, flip and photometric distortion, all a function of (seed, epoch, index).
-    Evaluation, indexed by index: image uint8 [3, h, w] with its shorter side at `crop`, annotation uint8 [H, W] as it is.
+    Training, indexed by (epoch, index): a dict of image uint8 [3, crop, crop], annotation uint8 [crop, crop],
+    augmented as by mmsegmentation: random scale 0.5 to 2, crop, flip and photometric distortion.
+    Evaluation, indexed by index: image uint8 [3, h, w], its shorter side at `crop`, annotation uint8 [H, W].
     """
 
     def __init__(self, scenes, crop: int, classes: int, seed: int = 0):
@@ -391,25 +341,17 @@ class SceneViews(Dataset):
     def __len__(self):
         return len(self.scenes)
 
-    def pair(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, key) -> dict:
+        index = key[1] if isinstance(key, tuple) else key
         (image, _), annotation = self.scenes[index], self.scenes.annotation(index)
-        name = self.scenes.annotations[index] if isinstance(self.scenes, Scenes) else index
-        if annotation.shape != image.shape[1:]:
-            raise UserError(f"the annotation {name} is {tuple(annotation.shape)}, its image {tuple(image.shape[1:])}", everywhere=True)
-        if max(image.shape[1:]) > 16 * min(image.shape[1:]):
-            raise UserError(f"the image of {name} is {image.shape[2]} x {image.shape[1]}: more than 16 times as long as wide cannot be "
-                            "segmented", everywhere=True)
-        if annotation.max() > self.classes:
-            raise UserError(f"the annotation {name} has class {annotation.max()}, but --classes is {self.classes}", everywhere=True)
-        return image, annotation
-
-    def __getitem__(self, key) -> dict | UserError:
-        try:
-            image, annotation = self.pair(key[1] if isinstance(key, tuple) else key)
-        except UserError as error:
-            return error
+        if annotation.shape != image.shape[1:] or annotation.max() > self.classes:
+            name = self.scenes.annotations[index] if isinstance(self.scenes, Scenes) else index
+            raise FileError(f"the annotation {name} has shape {tuple(annotation.shape)}, its image "
+                            f"{tuple(image.shape[1:])}; its classes end at {annotation.max()}, --classes is "
+                            f"{self.classes}")
         if not isinstance(key, tuple):
-            return dict(image=TF.resize(image, self.crop, interpolation=InterpolationMode.BICUBIC, antialias=True), annotation=annotation)
+            image = TF.resize(image, self.crop, interpolation=BICUBIC, antialias=True)
+            return dict(image=image, annotation=annotation)
         rng = np.random.default_rng((self.seed, *key))
         annotation, short = annotation[None], max(1, round(self.crop * rng.uniform(0.5, 2)))
         image = TF.resize(image, short, interpolation=InterpolationMode.BILINEAR, antialias=True)
@@ -420,27 +362,26 @@ class SceneViews(Dataset):
             image, annotation = image.flip(-1), annotation.flip(-1)
         image = photometric_distortion(rng, image)
         padding = [0, 0, self.crop - image.shape[2], self.crop - image.shape[1]]
-        mean = [round(255 * value) for value in IMAGENET_MEAN]                          # becomes 0 when normalized
-        return dict(image=TF.pad(image, padding, fill=mean), annotation=TF.pad(annotation, padding, fill=0)[0])
+        image = TF.pad(image, padding, fill=[round(255 * x) for x in IMAGENET_MEAN])      # 0 to the model
+        return dict(image=image, annotation=TF.pad(annotation, padding, fill=0)[0])
 
 
-def scene_crop(rng: np.random.Generator, annotation: Tensor, crop: int, most: float = 0.75) -> tuple[int, int]:
-    """Top and left of a random crop of annotation [1, H, W]: where one class has `most` of its labelled pixels or more, it is
-    drawn again, ten times at most, as in mmsegmentation."""
+def scene_crop(rng: np.random.Generator, annotation: Tensor, crop: int) -> tuple[int, int]:
+    """Top and left of a random crop, redrawn up to ten times if one class has 75 % of its labelled pixels."""
     _, height, width = annotation.shape
     for _ in range(11):
         top, left = int(rng.integers(max(0, height - crop) + 1)), int(rng.integers(max(0, width - crop) + 1))
-        pixels = annotation[:, top:top + crop, left:left + crop].flatten().bincount(minlength=2)[1:]      # of each class; 0 is ignored
-        if pixels.max() < most * pixels.sum():
+        pixels = annotation[:, top:top + crop, left:left + crop].flatten().bincount(minlength=2)[1:]
+        if pixels.max() < 0.75 * pixels.sum():
             break
     return top, left
 
 
 def photometric_distortion(rng: np.random.Generator, image: Tensor) -> Tensor:
-    """Brightness, contrast, saturation and hue, each with probability 0.5, as mmsegmentation's PhotoMetricDistortion.
+    """Brightness, contrast, saturation and hue, each with probability 0.5. uint8 [3, H, W] -> the same.
 
-    uint8 [3, H, W] -> the same. Brightness is an offset of 32 at most, contrast a factor of 0.5 to 1.5, before or after
-    saturation and hue: in HSV, a factor of 0.5 to 1.5 and a turn of 0.1 at most.
+    Brightness is an offset of 32 at most, contrast a factor of 0.5 to 1.5, before or after saturation and
+    hue: in HSV, a factor of 0.5 to 1.5 and a turn of 0.1 at most.
     """
     def draw(low: float, high: float, nothing: float) -> float:
         return rng.uniform(low, high) if rng.random() < 0.5 else nothing
@@ -451,98 +392,59 @@ def photometric_distortion(rng: np.random.Generator, image: Tensor) -> Tensor:
     x = (x * contrast).clamp(0, 255) if contrast_first else x
     if (saturation, turn) != (1.0, 0.0):
         h, s, v = TF.to_pil_image(x.to(torch.uint8)).convert("HSV").split()
-        h, s = h.point(lambda h: round(h + 256 * turn) % 256), s.point(lambda s: min(255, round(s * saturation)))
+        h = h.point(lambda value: round(value + 256 * turn) % 256)
+        s = s.point(lambda value: min(255, round(value * saturation)))
         x = TF.pil_to_tensor(Image.merge("HSV", (h, s, v)).convert("RGB"))
     return (x if contrast_first else (x * contrast).clamp(0, 255)).to(torch.uint8)
 
 
-# ------------------------------------------------------------------------------------------------------------ loaders
+# ----------------------------------------------------------------------------------------------- loaders
 
-class TrainOrder:
-    """For each micro-step of one process, from step `first` to `last`, the (epoch, index) keys of its images.
+def train_order(images: int, batch_size: int, micro_batch: int, seed: int, first: int, last: int,
+                rank: int = 0, world: int = 1):
+    """Yields the (epoch, index) keys of each micro-batch of one process, from step `first` to `last`.
 
-    Each epoch is one permutation of all images, cut into global batches; what does not fill a batch waits for the next
-    epoch's permutation. Process r of w takes every w-th image of a batch, so that any w trains on the same batches.
+    Each epoch is a permutation of all images, cut into global batches; an incomplete last batch is left out.
+    Process r of w takes every w-th image of a batch, so that any w trains on the same batches.
     """
-
-    def __init__(self, images: int, batch_size: int, micro_batch: int, seed: int, first: int, last: int,
-                 rank: int = 0, world: int = 1):
-        self.images, self.batch_size, self.micro_batch, self.seed = images, batch_size, micro_batch, seed
-        self.first, self.last, self.rank, self.world = first, last, rank, world
-
-    def __len__(self):
-        return (self.last - self.first) * (self.batch_size // self.world // self.micro_batch)
-
-    def __iter__(self):
-        epoch = None
-        for step in range(self.first, self.last):
-            at = divmod(step, self.images // self.batch_size)
-            if at[0] != epoch:
-                epoch = at[0]
-                order = np.random.default_rng((self.seed, epoch)).permutation(self.images)
-            batch = order[at[1] * self.batch_size:(at[1] + 1) * self.batch_size]
-            for micro in batch[self.rank::self.world].reshape(-1, self.micro_batch):
-                yield [(epoch, int(index)) for index in micro]
+    for step in range(first, last):
+        epoch, at = divmod(step, images // batch_size)
+        if step == first or at == 0:
+            order = np.random.default_rng((seed, epoch)).permutation(images)
+        batch = order[at * batch_size:(at + 1) * batch_size]
+        for micro in batch[rank::world].reshape(-1, micro_batch):
+            yield [(epoch, int(index)) for index in micro]
 
 
-class EvalOrder:
-    """Batches of indices in their order; process r of w takes every w-th batch.
-
-    Whole batches are shared out, not single images, so that each image is computed beside the same others, and to the
-    same bits, for any number of processes.
-    """
-
-    def __init__(self, images: int, batch_size: int, rank: int = 0, world: int = 1):
-        self.batches = [range(start, min(start + batch_size, images)) for start in range(0, images, batch_size)]
-        self.batches = self.batches[rank::world]
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __iter__(self):
-        return iter(self.batches)
-
-
-def collate(views: list) -> dict | UserError:
-    return next((view for view in views if isinstance(view, UserError)), None) or default_collate(views)
+def eval_order(images: int, batch_size: int, rank: int = 0, world: int = 1) -> list[range]:
+    """Batches of indices. Process r of w takes every w-th: results are the same, to the bit, for any w."""
+    starts = range(0, images, batch_size)[rank::world]
+    return [range(start, min(start + batch_size, images)) for start in starts]
 
 
 def load(views: Dataset, order, workers: int, device: torch.device):
-    """Yields `order`'s batches of `views` on `device`. Raises the UserError of an image that cannot be read."""
-    loader = DataLoader(views, batch_sampler=order, num_workers=workers, collate_fn=collate, worker_init_fn=outlive_signals,
-                        pin_memory=device.type == "cuda", generator=torch.Generator())      # leaves torch's own in peace
-    return copy_ahead(loader, device) if device.type == "cuda" else map(whole, loader)
-
-
-def outlive_signals(worker: int):
-    """What asks a run to save and leave often goes to all its processes: the loader's go on for the step, and end 30 s later."""
-    for number in SIGNALS:
-        signal.signal(number, lambda number, frame: signal.alarm(30))
-
-
-def whole(batch: dict | UserError) -> dict:
-    if isinstance(batch, UserError):
-        raise batch
-    return batch
-
-
-def copy_ahead(loader, device: torch.device):
-    """Yields the loader's pinned batches on a CUDA device, each copied by a stream of its own while the last one computes."""
-    copies, ahead = torch.cuda.Stream(device), None
+    """Yields `order`'s batches of `views` on `device`."""
+    loader = DataLoader(views, batch_sampler=order, num_workers=workers, pin_memory=device.type == "cuda",
+                        worker_init_fn=ignore_signals, generator=torch.Generator())      # not the global RNG
     for batch in loader:
-        with torch.cuda.stream(copies):
-            batch = {name: value.to(device, non_blocking=True) for name, value in whole(batch).items()}
-        if ahead:
-            yield ahead
-        torch.cuda.current_stream(device).wait_stream(copies)      # computing waits for the copy, the host for neither
-        for value in batch.values():
-            value.record_stream(torch.cuda.current_stream(device))      # nor may its memory be taken while it is in use
-        ahead = batch
-    if ahead:
-        yield ahead
+        yield {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 
-# ---------------------------------------------------------------------------------------------- on the training device
+def ignore_signals(worker: int):
+    """What asks a run to save and leave often goes to all its processes; loaders have to finish the step."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@atexit.register
+def kill_loaders():
+    """At exit, multiprocessing would send them the SIGTERM that they ignore, and wait forever."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)      # where PyTorch raises for a loader that is killed
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
+# -------------------------------------------------------------------------------- on the training device
 
 def augment(batch: dict) -> Tensor:
     """Flip and colour jitter, image by image, with what the workers drew -> images [B, 3, S, S] in [0, 1]."""
@@ -552,7 +454,7 @@ def augment(batch: dict) -> Tensor:
 
 
 def colour_jitter(images: Tensor, factors: Tensor) -> Tensor:
-    """Brightness, contrast, saturation, in this order. images [B, 3, H, W] in [0, 1], factors [B, 3]; 1 changes nothing."""
+    """Brightness, contrast, saturation, in this order. images [B, 3, H, W] in [0, 1], factors [B, 3]."""
     brightness, contrast, saturation = factors[:, :, None, None, None].unbind(1)
     images = (images * brightness).clamp(0, 1)
     mean = grey(images).mean((-2, -1), keepdim=True)
@@ -569,10 +471,9 @@ def grey(images: Tensor) -> Tensor:
 
 def normalize(images: Tensor) -> Tensor:
     """Images in [0, 1] -> the student's input, in ImageNet's mean and standard deviation."""
-    mean, std = imagenet_statistics(images.device)
-    return (images - mean) / std
+    return (images - constant(IMAGENET_MEAN, images.device)) / constant(IMAGENET_STD, images.device)
 
 
 @functools.cache      # a copy to the device in every step would make the host wait for it
-def imagenet_statistics(device: torch.device) -> tuple[Tensor, Tensor]:
-    return tuple(torch.tensor(values, device=device).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+def constant(values: tuple, device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device).view(3, 1, 1)
