@@ -46,7 +46,8 @@ def run(main, args: argparse.Namespace):
     script = Path(sys.argv[0]).name
     try:
         main(args)
-        if dist.is_initialized():      # not after an error: NCCL would wait for the other processes
+        if dist.is_initialized():      # not after an error: the other processes would never come
+            dist.barrier()             # older Gloos deadlock if destroyed while they release a tensor
             dist.destroy_process_group()
     except (UserError, LoadError) as error:
         if is_first() or isinstance(error, FileError):

@@ -201,12 +201,12 @@ def main(args: argparse.Namespace):
     model = run.parallel(student).train()
 
     views = data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio)
-    order = data.train_order(len(images), args.batch_size, micro_batch, args.seed, first, last,
-                             run.rank, run.world)
     if one_batch:
         order = [[(0, i % len(images)) for i in range(micro_batch)]]
         batches = itertools.repeat(next(data.load(views, order, 0, run.device)))
     else:
+        order = data.train_order(len(images), args.batch_size, micro_batch, args.seed, first, last,
+                                 run.rank, run.world)
         batches = run.waiting(data.load(views, order, args.workers, run.device))
     marks, warned = [clock(run.device)], False
     for step in run.steps(first, last):
