@@ -190,6 +190,11 @@ class Process:
             dist.all_reduce(values)
         return values
 
+    def share_buffers(self, model: nn.Module):
+        """BatchNorm's statistics of the first process for all, so that they evaluate the same model."""
+        for buffer in model.buffers() if self.world > 1 else ():
+            dist.broadcast(buffer, 0)
+
 
 @contextlib.contextmanager
 def first_process_first():

@@ -7,7 +7,6 @@
 import argparse
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms import v2
@@ -86,8 +85,7 @@ def fit(args: argparse.Namespace, run: common.Run, model: nn.Module, config: dic
     steps, warmup = common.schedule(args, epoch_steps)
 
     def evaluate() -> dict[str, float]:
-        for buffer in model.buffers() if run.world > 1 else ():      # BatchNorm's, from the first process
-            dist.broadcast(buffer, 0)
+        run.share_buffers(model)
         order = data.eval_order(len(val), 256, run.rank, run.world)
         batches = data.load(data.CentreViews(val, image_size), order, args.workers, run.device)
         model.eval()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import to_pil_image
@@ -166,8 +165,7 @@ def evaluate(model: Segmenter, views: data.SceneViews, args: argparse.Namespace,
     The first process also draws segmentation.png of four of its images: picture, truth, prediction.
     """
     model.eval()
-    for buffer in model.buffers() if process.world > 1 else ():      # BatchNorm's, from the first process
-        dist.broadcast(buffer, 0)
+    process.share_buffers(model)
     crop, stride = args.crop_size, max(1, round(args.crop_size * 341 / 512))
     matrix = torch.zeros(args.classes, args.classes, dtype=torch.long, device=process.device)
     rows, palette = [], colours(args.classes)
