@@ -6,7 +6,6 @@
 
 import argparse
 import itertools
-import resource
 import sys
 import time
 from pathlib import Path
@@ -14,8 +13,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 import common
@@ -269,6 +266,10 @@ def clock(device: torch.device) -> float:
 
 def report_bench(args, run: common.Run, marks: list[float], teacher, pixels, micro_steps: int, macs: int):
     """Prints one line of medians; `macs` are the student's for one image. Images/s are of all processes."""
+    import resource
+
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
     laps = [clock(run.device)]
     for _ in range(args.bench):
         with torch.no_grad():
