@@ -402,7 +402,10 @@ class Run(Process):
         if is_first():
             temporary = self.folder / f"{name}.tmp"
             with open(temporary, "wb") as file:
-                torch.save(state | self.description | {"step": step, "best": self.best}, file)
+                try:
+                    torch.save(state | self.description | {"step": step, "best": self.best}, file)
+                except RuntimeError as error:      # what PyTorch makes of a Ctrl-C while it writes
+                    raise error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else error
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.folder / name)
