@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -49,8 +50,8 @@ def run(main, args: argparse.Namespace):
         if dist.is_initialized():      # not after an error: the other processes would never come
             dist.barrier()             # older Gloos deadlock if destroyed while they release a tensor
             dist.destroy_process_group()
-    except (UserError, LoadError) as error:
-        if is_first() or isinstance(error, FileError):
+    except (UserError, LoadError) as error:      # each machine says it, for it may concern one of them alone
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0 or isinstance(error, FileError):
             message = str(error).split("FileError: ")[-1].strip()      # after a loader process's traceback
             print(f"{script}: error: {message}", file=sys.stderr)
         sys.exit(2)
@@ -117,20 +118,35 @@ def add_recipe_flags(parser: argparse.ArgumentParser, layer_decay: float):
     group.add_argument("--recipe", nargs="+", choices=(*RECIPES, "none"), metavar="R",
                        help="fr: freeze phi and scale; fa: freeze attention; exd: drop whole experts; none "
                             "(default: fr fa exd with experts, else none)")
-    group.add_argument("--expert-dropout", type=float, default=0.4, metavar="P",
-                       help="probability of --recipe exd (default: %(default)s)")
+    group.add_argument("--expert-dropout", type=float, metavar="P",
+                       help="probability of --recipe exd (default: 0.4)")
     group.add_argument("--layer-decay", type=float, default=layer_decay, metavar="D",
                        help="learning-rate factor from each block to the one below (default: %(default)s)")
     return group
 
 
+# The numbers that a flag takes; of the others, whole numbers start at 1 and fractions at 0
+RANGES = {
+    "seed": "[0, 4294967296)", "workers": "[0, inf)", "experts": "[0, inf)", "entropy_experts": "[0, inf)",
+    "block": "[0, inf)", "moe_blocks": "[0, inf)", "loss_block": "[0, inf)", "mask_ratio": "(0, 1)",
+    "drop_path": "[0, 1)", "expert_dropout": "[0, 1)", "betas": "[0, 1)", "layer_decay": "(0, 1]",
+    "temperature": "(0, inf)"}
+
+
+def in_range(number: float, interval: str) -> bool:
+    """in_range(0.0, "[0, 1)") is True. NaN is in no interval."""
+    low, high = map(float, interval[1:-1].split(","))
+    return low < number < high or number == (low if "[" in interval else high if "]" in interval else math.nan)
+
+
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None, stage: str | None = None):
-    """Parses, refuses numbers below 1 (or 0), names a stage's run folder after the flags that matter."""
+    """Parses, refuses numbers out of range, names a stage's run folder after the flags that matter."""
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
-        least = 0 if name in ("seed", "workers", "experts", "block") else 1
-        if type(value) is int and value < least:
-            parser.error(f"{flag(name) if len(name) > 1 else '-k'} must be at least {least}, not {value}")
+        for number in value if isinstance(value, list) else [value]:
+            interval = RANGES.get(name, "[1, inf)" if type(number) is int else "[0, inf)")
+            if type(number) in (int, float) and not in_range(number, interval):
+                parser.error(f"{flag(name) if len(name) > 1 else '-k'} {number} is outside {interval}")
     if stage and not args.out:
         differ = {name: "+".join(map(str, value)) if isinstance(value, list) else value
                   for name, value in sorted(vars(args).items())
@@ -142,6 +158,12 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None, stage: str | 
             name = f"{name[:110]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
         args.out = f"runs/{name}"
     return args
+
+
+def given(parser: argparse.ArgumentParser, argv: list[str] | None, args: argparse.Namespace) -> set[str]:
+    """The flags that `argv` names, whether or not their values are the defaults."""
+    unset = argparse.Namespace(**dict.fromkeys(vars(args), parser))      # any value that no flag can have
+    return {name for name, value in vars(parser.parse_args(argv, unset)).items() if value is not parser}
 
 
 def flag(name: str) -> str:
@@ -197,14 +219,19 @@ class Process:
 
 
 @contextlib.contextmanager
-def first_process_first():
-    """The first process of each machine goes alone (it downloads), then the others."""
-    waits = dist.is_initialized() and int(os.environ.get("LOCAL_RANK", 0)) != 0
-    if waits:
-        dist.barrier()
+def one_after_another():
+    """For downloads: the first process goes alone, then the first of each other machine, which may share its
+    disk or not, then the rest. They wait for a day: the process group's 30 minutes may not do.
+    """
+    turn = 0 if is_first() else 1 if int(os.environ.get("LOCAL_RANK", 0)) == 0 else 2
+    if dist.is_initialized():
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        for _ in range(turn):
+            dist.barrier(group)
     yield
-    if dist.is_initialized() and not waits:
-        dist.barrier()
+    if dist.is_initialized():
+        for _ in range(2 - turn):
+            dist.barrier(group)
 
 
 def seed_everything(*key: int):
@@ -305,15 +332,18 @@ def freeze(encoder: nn.Module, recipe: list[str]):
         parameter.requires_grad_(not ("fr" in recipe and routing or "fa" in recipe and attention))
 
 
-def choose_recipe(args: argparse.Namespace, has_experts: bool) -> list[str]:
-    """What --recipe means for this checkpoint; one line where a recipe has nothing to act on."""
+def choose_recipe(args: argparse.Namespace, has_experts: bool) -> tuple[list[str], float]:
+    """What --recipe means for this checkpoint -> (recipes, expert dropout). Says which have no effect."""
     recipe = args.recipe or (list(RECIPES) if has_experts else ["none"])
     if "none" in recipe and len(recipe) > 1:
         raise UserError(f"--recipe {' '.join(recipe)}: none excludes the others")
     ignored = [r for r in recipe if r in ("fr", "exd") and not has_experts]
     if ignored and is_first():
         print(f"{args.checkpoint or 'the model'} has no experts: --recipe {' '.join(ignored)} is ignored")
-    return [r for r in recipe if r not in ignored and r != "none"]
+    recipe = [r for r in recipe if r not in ignored and r != "none"]
+    if args.expert_dropout is not None and "exd" not in recipe:
+        raise UserError("--expert-dropout needs --recipe exd and a checkpoint with experts")
+    return recipe, 0.0 if "exd" not in recipe else 0.4 if args.expert_dropout is None else args.expert_dropout
 
 
 # --------------------------------------------------------------------------------------------------- run
@@ -332,7 +362,7 @@ class Run(Process):
             self.scaler = torch.amp.GradScaler(self.device.type, init_scale=1.0)
             self.scaler.set_growth_factor(1.0)
             self.scaler.set_backoff_factor(1.0)
-        self.sums, self.counts, self.skipped, self.parts = {}, {}, 0, {}
+        self.sums, self.counts, self.skipped, self.parts, self.locked = {}, {}, 0, {}, None
 
     def parallel(self, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model, gradient_as_bucket_view=True) if self.world > 1 else model
@@ -342,17 +372,18 @@ class Run(Process):
         last = micro_step == micro_steps - 1
         return contextlib.nullcontext() if self.world == 1 or last else model.no_sync()
 
-    def resume(self, encoder: dict, epoch_steps: int, **parts) -> int:
+    def resume(self, encoder: dict, epoch_steps: int, sources: dict[str, str], **parts) -> int:
         """Takes the run folder and loads last.pt, where there is one, into `parts` -> the first step to do.
 
         `parts` are what a checkpoint consists of: model, optimizer, ...; `encoder` rebuilds the encoder.
+        `sources` are digests of what the run is made of, by the flags that name it.
         """
         args = {name: list(x) if isinstance(x, tuple) else x for name, x in vars(self.args).items()}
         self.epoch_steps, self.parts = epoch_steps, parts | {"scaler": self.scaler}
-        self.description = {"encoder": encoder, "args": args, "epoch_steps": epoch_steps}
+        self.description = {"encoder": encoder, "args": args, "sources": sources}
         if is_first():
             self.lock()
-        last, step = self.folder / "last.pt", 0
+        last, step, problem = self.folder / "last.pt", 0, None
         if last.exists():
             try:
                 state = load_checkpoint(last)
@@ -364,34 +395,51 @@ class Run(Process):
                 for name, part in self.parts.items():
                     part.load_state_dict(state[name])
                 step, self.best = state["step"], state["best"]
+            except UserError as error:
+                problem = error
             except (KeyError, RuntimeError, ValueError) as error:
                 message = f"cannot resume from {last} ({first_line(error)}); remove it to start over"
-                raise UserError(message) from error
+                problem = UserError(message)
+        steps = torch.tensor([-1, 1] if problem else [step, -step])
+        if self.world > 1:
+            dist.all_reduce(steps, dist.ReduceOp.MAX)
+        if not problem and steps.sum():
+            problem = UserError(f"not all processes see the same {last.name}: --out must be on a disk that all "
+                                "machines share")
+        if problem:
+            self.unlock()
+            raise problem
         if is_first():
             (self.folder / "args.json").write_text(json.dumps(args, indent=1) + "\n")
         return step
 
     def lock(self):
-        """One run per folder; the lock lasts as long as the process."""
+        """One run per folder, until its last step or the end of the process."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock_file = open(self.folder / ".lock", "w")
-            fcntl.lockf(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.locked = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT)
+            fcntl.lockf(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self.unlock()
             raise UserError(f"another run is using {self.folder}: wait, or give another --out") from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):      # no locks on this disk
                 raise UserError(f"--out {self.folder}: {error.strerror}") from error
 
+    def unlock(self):
+        if self.locked is not None:
+            os.close(self.locked)
+        self.locked = None
+
     def refuse_changes(self, state: dict):
+        """What a run was made of does not change under it."""
         new, old = self.description["args"], state["args"]
         differ = [f"{flag(name)} was {old.get(name)}, is {new.get(name)}" for name in sorted(new | old)
                   if name not in FREE_FLAGS and new.get(name) != old.get(name)]
-        if state["epoch_steps"] != self.epoch_steps:
-            differ.append(f"an epoch had {state['epoch_steps']} steps, has {self.epoch_steps}: other --data?")
+        differ += changed_sources(self.args, self.description["sources"], state)
         if differ:
-            raise UserError(f"{self.folder} holds a run with other flags ({'; '.join(differ)}): give the "
-                            "same flags to resume, or another --out")
+            raise UserError(f"{self.folder} holds another run ({'; '.join(differ)}): give the same flags and "
+                            "files to resume, or another --out")
 
     def save(self, name: str, step: int, parts=("model",)):
         """Writes a checkpoint of `parts` whole or not at all, and never one that holds a NaN."""
@@ -410,10 +458,13 @@ class Run(Process):
                 os.fsync(file.fileno())
             os.replace(temporary, self.folder / name)
 
-    def load_best(self, model: nn.Module):
+    def load_best(self, model: nn.Module, sources: dict[str, str]):
         """For --eval-only."""
+        state = load_checkpoint(self.folder / "best.pt")
+        if differ := changed_sources(self.args, sources, state):
+            raise UserError(f"--eval-only: {self.folder / 'best.pt'} is of another run ({'; '.join(differ)})")
         try:
-            model.load_state_dict(load_checkpoint(self.folder / "best.pt")["model"])
+            model.load_state_dict(state["model"])
         except RuntimeError as error:
             message = f"--eval-only: {self.folder / 'best.pt'} is of another model: {first_line(error)}"
             raise UserError(message) from error
@@ -439,6 +490,7 @@ class Run(Process):
         finally:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
+            self.unlock()
 
     def waiting(self, batches):
         """Passes `batches` on, and adds up how long the loop waits for them."""
@@ -484,7 +536,7 @@ class Run(Process):
             self.save(f"epoch_{done // self.epoch_steps:04d}.pt", done)
         if is_first():
             with open(self.folder / "log.jsonl", "a") as file:
-                file.write(json.dumps({name: rounded(value) for name, value in line.items()}) + "\n")
+                file.write(json.dumps(plain(line)) + "\n")
         shown = {name: line[name] for name in ("loss", "token", "cls") if name in line} | self.best
         self.bar.set_postfix({name: f"{value:.3g}" for name, value in shown.items()})
         if self.skipped >= PATIENCE:
@@ -527,6 +579,26 @@ class Run(Process):
         return scores
 
 
+def digest(model: nn.Module) -> str:
+    """A short hash of a few values of each of a model's tensors, which tells other weights apart.
+
+    Not of position embeddings: they may have been resized, which does not give the same bits on every CPU.
+    """
+    sha = hashlib.sha256()
+    for name, x in model.state_dict().items():
+        if "pos" not in name:
+            some = x.flatten()[::max(1, x.numel() // 16)]
+            sha.update(f"{name} {tuple(x.shape)} {some.tolist()}".encode())
+    return sha.hexdigest()[:16]
+
+
+def changed_sources(args: argparse.Namespace, sources: dict[str, str], state: dict) -> list[str]:
+    what = {"data": "the class or file names in --data", "teacher": "the weights of --teacher",
+            "checkpoint": "the weights in CHECKPOINT"}
+    return [f"{what[name]} {getattr(args, name)} are not those that it began with"
+            for name, value in sources.items() if value != state["sources"].get(name)]
+
+
 def finite(state) -> bool:
     """Whether all tensors of nested dicts are finite."""
     if isinstance(state, dict):
@@ -534,10 +606,12 @@ def finite(state) -> bool:
     return not isinstance(state, Tensor) or bool(state.isfinite().all())
 
 
-def rounded(value):
-    """Six digits are enough for a log; what is not finite becomes null, for JSON has no word for it."""
+def plain(value):
+    """For JSON: six digits of each number, and null for what is not finite, which JSON has no word for."""
+    if isinstance(value, dict):
+        return {name: plain(v) for name, v in value.items()}
     if isinstance(value, list):
-        return [rounded(v) for v in value]
-    if isinstance(value, int):
-        return value
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+        return [plain(v) for v in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

@@ -8,6 +8,7 @@ decode, crop and resize, and send uint8; `augment` does the rest on the training
 import atexit
 import contextlib
 import functools
+import hashlib
 import io
 import math
 import multiprocessing
@@ -31,7 +32,7 @@ try:      # the fast path: torchvision's own decoders, as long as it has them
 except ImportError:
     decode_image = None
 
-from common import SIGNALS, FileError, UserError, first_process_first
+from common import SIGNALS, FileError, UserError, one_after_another
 from model import IMAGENET_MEAN, IMAGENET_STD
 
 BICUBIC = InterpolationMode.BICUBIC
@@ -80,6 +81,9 @@ class Folder(DatasetFolder):
             raise FileNotFoundError(f"class {min(strangers)!r} of {directory} is not among those of train/")
         return classes, indices
 
+    def names(self) -> list[str]:
+        return [os.fsdecode(path)[len(str(self.root)):] for path in self.samples]
+
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return read_image(os.fsdecode(self.samples[index])), self.targets[index]
 
@@ -101,6 +105,9 @@ class Scenes:
     def __len__(self):
         return len(self.paths)
 
+    def names(self) -> list[str]:
+        return [path.name for path in self.paths]
+
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return read_image(self.paths[index]), 0
 
@@ -117,7 +124,7 @@ class Scenes:
 def torchvision_set(name: str, split: str) -> CIFAR10 | Food101:
     """CIFAR-10 or Food-101, downloaded by torchvision to data/. Index it for (uint8 [3, H, W], label)."""
     try:
-        with first_process_first():
+        with one_after_another():
             if name == "cifar10":
                 return CIFAR10("data", train=split == "train", transform=rgb, download=True)
             return Food101("data", "train" if split == "train" else "test", transform=rgb, download=True)
@@ -189,6 +196,16 @@ class Shapes:
 def hue_to_rgb(hue: float) -> np.ndarray:
     """Hue in turns -> its fully saturated colour, [3] in [0, 1]."""
     return np.clip(np.abs((hue * 6 + np.array([0, 4, 2])) % 6 - 3) - 1, 0, 1)
+
+
+def digest(*sets) -> str:
+    """A short hash of the class names and relative file names of image sets: --data may move, not change."""
+    sha = hashlib.sha256()
+    for images in sets:
+        names = images.names() if hasattr(images, "names") else []
+        names = [str(len(images)), *getattr(images, "classes", []), *names]
+        sha.update(os.fsencode("\0".join(names)))
+    return sha.hexdigest()[:16]
 
 
 def open_images(data: str, split: str, image_size: int):

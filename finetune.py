@@ -33,7 +33,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--model", choices=PRESETS, default="vit_base", help="default: %(default)s")
     group.add_argument("--patch-size", type=int, default=16, help="default: %(default)s")
     group.add_argument("--image-size", type=int, help="also with one (default: the checkpoint's, else 224)")
-    return common.parse(parser, argv, "finetune")
+    args = common.parse(parser, argv, "finetune")
+    for name in ("model", "patch_size"):
+        if args.checkpoint and name in common.given(parser, argv, args):
+            parser.error(f"{common.flag(name)} is for training from scratch: CHECKPOINT has its own")
+    return args
 
 
 def add_supervised_flags(parser: argparse.ArgumentParser):
@@ -73,14 +77,15 @@ def accuracy(forward, batches, process: common.Process) -> dict[str, float]:
     return {"top1": 100 * top1 / images, "top5": 100 * top5 / images}
 
 
-def fit(args: argparse.Namespace, run: common.Run, model: nn.Module, config: dict, images, val,
-        image_size: int, prepare=nn.Identity(), lr_scale=lambda name: 1.0,
+def fit(args: argparse.Namespace, run: common.Run, model: nn.Module, encoder: ViT, images, val,
+        sources: dict[str, str], prepare=nn.Identity(), lr_scale=lambda name: 1.0,
         erase: bool = False) -> dict[str, float]:
     """The supervised loop of finetune.py and linprobe.py -> scores of the best epoch on `val`, in percent.
 
     `model` is what learns. `prepare` comes before it, without gradient and outside DDP: nothing, or a frozen
-    encoder. `config` rebuilds the encoder. `erase` adds random erasing to strong augmentation.
+    encoder. `erase` adds random erasing to strong augmentation.
     """
+    image_size, sources = encoder.config["image_size"], sources | {"data": data.digest(images, val)}
     micro_batch, micro_steps, epoch_steps = common.sizes(args, run.world, len(images))
     steps, warmup = common.schedule(args, epoch_steps)
 
@@ -94,11 +99,11 @@ def fit(args: argparse.Namespace, run: common.Run, model: nn.Module, config: dic
         return scores
 
     if args.eval_only:
-        run.load_best(model)
+        run.load_best(model, sources)
         return run.report("best.pt:", evaluate())
 
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
-    first = run.resume(config, epoch_steps, model=model, optimizer=optimizer)
+    first = run.resume(encoder.config, epoch_steps, sources, model=model, optimizer=optimizer)
     last = min(steps, args.max_steps or steps)
     if args.compile:
         model.compile()
@@ -142,18 +147,19 @@ def main(args: argparse.Namespace) -> dict[str, float]:
     image_size, patch_size = args.image_size or config["image_size"], config["patch_size"]
     if image_size % patch_size:
         raise UserError(f"--image-size {image_size} is not a multiple of the patch size {patch_size}")
-    recipe = common.choose_recipe(args, has_experts=bool(config["moe_blocks"]))
+    recipe, expert_dropout = common.choose_recipe(args, has_experts=bool(config["moe_blocks"]))
     images, val = (data.open_images(args.data, split, image_size) for split in ("train", "val"))
 
     common.seed_everything(args.seed)
-    dropouts = dict(drop_path=args.drop_path, expert_dropout=args.expert_dropout if "exd" in recipe else 0.0)
+    dropouts = dict(drop_path=args.drop_path, expert_dropout=expert_dropout)
     if args.checkpoint:
         encoder = load_encoder(args.checkpoint, grid=image_size // patch_size, **dropouts)
     else:
         encoder = build_vit(args.model, image_size=image_size, patch_size=patch_size, **dropouts)
     common.freeze(encoder, recipe)
+    sources = {"checkpoint": common.digest(encoder)} if args.checkpoint else {}
     classifier = Classifier(encoder, len(images.classes), args.pool).to(run.device)
-    return fit(args, run, classifier, encoder.config, images, val, image_size, erase=True,
+    return fit(args, run, classifier, encoder, images, val, sources, erase=True,
                lr_scale=common.layer_scale(len(encoder.blocks), args.layer_decay))
 
 

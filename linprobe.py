@@ -90,7 +90,9 @@ def main(args: argparse.Namespace) -> dict[str, float]:
     common.seed_everything(args.seed)
     kind = LinearProbe if args.probe == "linear" else EfficientProbe
     probe = kind(encoder.dim, len(images.classes)).to(run.device)
-    return finetune.fit(args, run, probe, encoder.config, images, val, image_size,
+    if args.probe == "ep" and common.sizes(args, run.world, len(images))[0] == 1:
+        raise UserError("--micro-batch 1: the BatchNorm of --probe ep needs at least 2 images")
+    return finetune.fit(args, run, probe, encoder, images, val, {"checkpoint": common.digest(encoder)},
                         prepare=FrozenTokens(encoder))
 
 

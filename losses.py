@@ -48,9 +48,10 @@ def routed_mean(loss: Tensor, weight: Tensor) -> Tensor:
 
     loss [B, N], weight [B, N] >= 0 -> scalar. Where `weight` is an expert's dispatch weights, its gradient
     teaches the router: a patch whose loss is above its image's weighted mean loses weight, one below gains.
-    Dividing by the sum keeps the router from shrinking all weights to make the loss small.
+    Dividing by the sum keeps the router from shrinking all weights to make the loss small. An image whose
+    weights are all zero counts as zero.
     """
-    return ((weight * loss).sum(1) / weight.sum(1)).mean()
+    return ((weight * loss).sum(1) / weight.sum(1).clamp_min(torch.finfo(weight.dtype).tiny)).mean()
 
 
 def patch_weights(routing, expert: int, source: str = "dispatch", detach: bool = False) -> Tensor:
@@ -61,8 +62,9 @@ def patch_weights(routing, expert: int, source: str = "dispatch", detach: bool =
     ablation. The router then learns from the experts' outputs and the entropy alone.
     """
     if source == "uniform":
-        return torch.ones_like(routing.dispatch[:, 1:, expert])
+        return torch.ones_like(routing.dispatch[:, 1:, 0])
     weight = getattr(routing, source)[:, 1:, expert]                          # [CLS] has no patch loss
+    weight = weight + 1e-30      # where [CLS] has all the weight, the others underflow: then they are equal
     return weight.detach() if detach else weight
 
 
@@ -108,15 +110,20 @@ def objectives(pred, targets: Tensor, images: Tensor, mask: Tensor, ids_keep: Te
 
     pred: the student's Prediction. targets [B, 1 + N, D]: the teacher's tokens of the whole image. images
     [B, 3, S, S] in [0, 1]. mask [B, N], True where masked. ids_keep [B, V]: the patches that a sparse student
-    saw, in the order of its tokens; None for a dense one. `loss_block`: MoE blocks whose weights are averaged
-    (default: the last one). `entropy_weights`: lambda of Eq. 7, a scalar or [E]. Without experts, a loss is
-    the plain mean over its patches.
+    saw, in the order of its tokens; None for a dense one. `loss_block`: the MoE block whose weights count, or
+    several, which are averaged (default: the last one). `entropy_weights`: lambda of Eq. 7, a scalar or [E].
+    Without experts, a loss is the plain mean over its patches.
     """
+    if targets.shape[1] != 1 + mask.shape[1]:
+        raise ValueError(f"targets have {targets.shape[1]} tokens, but [CLS] and {mask.shape[1]} patches "
+                         f"need {1 + mask.shape[1]}: leave out registers")
     sparse, targets = ids_keep is not None, targets.float()
     if sparse:
         seen = F.pad(ids_keep + 1, (1, 0))[..., None]                         # [CLS], the visible patches
         targets = targets.gather(1, seen.expand(-1, -1, targets.shape[-1]))
-    routings = [pred.routing[block] for block in loss_block or [max(pred.routing)]] if pred.routing else []
+    blocks = [max(pred.routing, default=0)] if loss_block is None else loss_block
+    blocks = [blocks] if isinstance(blocks, int) else blocks
+    routings = [pred.routing[block] for block in blocks] if pred.routing else []
 
     terms, metrics = {}, {}
     for name in names:
@@ -140,7 +147,8 @@ def objectives(pred, targets: Tensor, images: Tensor, mask: Tensor, ids_keep: Te
 
     regularizer = targets.new_zeros(())
     if routings:
-        dispatch, combine = (torch.stack(weights) for weights in zip(*routings))      # [blocks, B, T, E]
+        dispatch = torch.stack([routing.dispatch for routing in routings])            # [blocks, B, T, E]
+        combine = torch.stack([routing.combine for routing in routings])
         entropy = dispatch_entropy((combine if entropy_on == "combine" else dispatch).flatten(0, 1))
         regularizer = metrics["entropy_loss"] = -(entropy_weights * entropy).sum()    # Eq. 7
         if importance_weight:
@@ -209,7 +217,8 @@ class GradNorm(Static):
             dist.all_reduce(means)
             means /= dist.get_world_size()
         losses, norms, self.collected = means[:, 0], means[:, 1:].norm(dim=1), []
-        self.first.copy_(torch.where(self.first == 0, losses, self.first))
+        unknown = (self.first == 0) & losses.isfinite()
+        self.first.copy_(torch.where(unknown, losses, self.first))
         rate, weighted = losses / self.first, self.weights * norms
         target = weighted.mean() * (rate / rate.mean()) ** self.alpha
         stepped = (self.weights - self.lr * torch.sign(weighted - target) * norms).clamp_min(1e-3)

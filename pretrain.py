@@ -91,7 +91,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.set_defaults(**DEMO)
     if known.bench:
         parser.set_defaults(data="shapes")
-    return common.parse(parser, argv, "pretrain")
+    args = common.parse(parser, argv, "pretrain")
+    try:
+        check(args, common.given(parser, argv, args))
+    except UserError as error:
+        parser.error(str(error))
+    return args
 
 
 def combinations() -> list[str]:
@@ -101,7 +106,7 @@ def combinations() -> list[str]:
     return ["_".join(("token", *some)) for some in subsets]
 
 
-def check(args: argparse.Namespace):
+def check(args: argparse.Namespace, given: set[str]):
     """Refuses by name what has no meaning together; fills in the loss block."""
     patches, depth = (args.image_size // args.patch_size) ** 2, PRESETS[args.model]["depth"]
     if args.image_size % args.patch_size:
@@ -113,12 +118,10 @@ def check(args: argparse.Namespace):
         raise UserError(f"--balance {args.balance} has nothing to balance: "
                         "--objective token is one objective")
     if not args.experts:
-        needs = {"--detach": args.detach, "--loss-block": args.loss_block, "--moe-blocks": args.moe_blocks,
-                 "--entropy-experts": args.entropy_experts, "--importance-weight": args.importance_weight,
-                 "--loss-weights combine": args.loss_weights == "combine",
-                 "--entropy-on combine": args.entropy_on == "combine"}
-        if given := [flag for flag, value in needs.items() if value]:
-            raise UserError(f"{given[0]} needs experts, but --experts is 0")
+        for name in ("detach", "moe_blocks", "loss_block", "loss_weights", "entropy_weight", "entropy_on",
+                     "entropy_experts", "importance_weight"):
+            if name in given:
+                raise UserError(f"{common.flag(name)} needs experts, but --experts is 0")
         args.loss_block = []
         return
     if args.detach and args.loss_weights == "uniform":
@@ -150,7 +153,6 @@ def entropy_weights(args: argparse.Namespace) -> list[float]:
 
 def main(args: argparse.Namespace):
     run = common.Run(args)
-    check(args)
     if args.demo:
         train_demo_teacher(args)
 
@@ -164,7 +166,10 @@ def main(args: argparse.Namespace):
     steps, warmup = common.schedule(args, epoch_steps)
 
     # teacher, student, optimizer
-    teacher = build_teacher(args.teacher, grid).to(run.device, run.amp)
+    with common.one_after_another():      # a download
+        teacher = build_teacher(args.teacher, grid)
+    sources = {"teacher": common.digest(teacher), "data": data.digest(images)}
+    teacher.to(run.device, run.amp)
     common.seed_everything(args.seed)
     encoder = build_vit(args.model, image_size=args.image_size, patch_size=args.patch_size,
                         experts=args.experts, moe_blocks=args.moe_blocks, drop_path=args.drop_path)
@@ -184,7 +189,8 @@ def main(args: argparse.Namespace):
 
     first, last = 0, WARM_UP + args.bench if args.bench else min(steps, args.max_steps or steps)
     if not args.bench:
-        first = run.resume(encoder.config, epoch_steps, model=student, optimizer=optimizer, balance=balance)
+        first = run.resume(encoder.config, epoch_steps, sources, model=student, optimizer=optimizer,
+                           balance=balance)
     if first == 0 and not args.bench:
         run.save("epoch_0000.pt", 0)
     compute_losses = objectives

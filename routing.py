@@ -284,7 +284,7 @@ def main(args: argparse.Namespace) -> list[dict]:
         name = f"{numbers['name'][-18:]}\n" if len(models) > 1 else ""
         columns.append([(f"{name}expert {e}", tiles[:, e]) for e in numbers["shown"]])
     heatmaps(tensors[0]["pixels"], columns).save(out / "heatmaps.png")
-    (out / "routing.json").write_text(json.dumps(models, indent=1) + "\n")
+    (out / "routing.json").write_text(json.dumps(common.plain(list(models)), indent=1) + "\n")
     written = ["heatmaps.png", "routing.json"]
     try:
         written += draw_figures(models, tensors, out)

@@ -194,7 +194,7 @@ def main(args: argparse.Namespace) -> dict[str, float]:
     patch_size = config["patch_size"]
     if args.crop_size % patch_size:
         raise UserError(f"--crop-size {args.crop_size} is not a multiple of the patch size {patch_size}")
-    recipe = common.choose_recipe(args, has_experts=bool(config["moe_blocks"]))
+    recipe, expert_dropout = common.choose_recipe(args, has_experts=bool(config["moe_blocks"]))
     if args.data == "shapes":
         scenes, val = (data.Shapes(split, args.crop_size) for split in ("train", "val"))
     else:
@@ -209,16 +209,17 @@ def main(args: argparse.Namespace) -> dict[str, float]:
 
     common.seed_everything(args.seed)
     encoder = load_encoder(args.checkpoint, grid=args.crop_size // patch_size, drop_path=args.drop_path,
-                           expert_dropout=args.expert_dropout if "exd" in recipe else 0.0)
+                           expert_dropout=expert_dropout)
     common.freeze(encoder, recipe)
+    sources = {"checkpoint": common.digest(encoder), "data": data.digest(scenes, val)}
     model = Segmenter(encoder, args.classes, args.width).to(run.device)
     if args.eval_only:
-        run.load_best(model)
+        run.load_best(model, sources)
         return run.report("best.pt:", evaluate(model, val_views, args, run))
 
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999),
                              common.layer_scale(len(encoder.blocks), args.layer_decay))
-    first = run.resume(encoder.config, epoch_steps, model=model, optimizer=optimizer)
+    first = run.resume(encoder.config, epoch_steps, sources, model=model, optimizer=optimizer)
     last = min(steps, args.max_steps or steps)
     if run.world > 1 and run.device.type == "cuda":
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -240,9 +241,9 @@ def main(args: argparse.Namespace) -> dict[str, float]:
             with run.accumulating(parallel, micro_step, micro_steps):
                 with run.autocast():
                     outputs = parallel(data.normalize(batch["image"] / 255))
-                main_loss, auxiliary_loss = (
-                    F.cross_entropy(resize(logits.float(), target.shape[1:]), target, ignore_index=-1)
-                    for logits in outputs)
+                main_loss, auxiliary_loss = (      # the mean over all pixels, as by mmsegmentation
+                    F.cross_entropy(resize(logits.float(), target.shape[1:]), target, ignore_index=-1,
+                                    reduction="none").mean() for logits in outputs)
                 loss = main_loss + 0.4 * auxiliary_loss
                 run.scaler.scale(loss / micro_steps).backward()
             run.log({"loss": loss.detach(), "main": main_loss.detach(), "auxiliary": auxiliary_loss.detach()})

@@ -15,10 +15,11 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
-import warnings
 from collections import namedtuple
 from pathlib import Path
 from unittest.mock import Mock
@@ -29,9 +30,12 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import nn
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
 os.environ["HF_HUB_OFFLINE"] = "1"        # a test that would download fails at once
+os.environ["OMP_NUM_THREADS"] = "1"       # in the processes that tests start; more only wait for each other
+torch.set_num_threads(1)
 import common                             # noqa: E402
 import data                               # noqa: E402
 import finetune                           # noqa: E402
@@ -43,11 +47,11 @@ import pretrain                           # noqa: E402
 import routing                            # noqa: E402
 import segment                            # noqa: E402
 
-warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)       # "slow" is this file's own
+
 # torchvision deprecates its decoders
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 HERE = Path(__file__).parent
-README, EXPERIMENTS = ((HERE / name).read_text() for name in ("README.md", "EXPERIMENTS.md"))
+README, EXPERIMENTS = ((HERE / name).read_text("utf-8") for name in ("README.md", "EXPERIMENTS.md"))
 SCRIPTS = {"pretrain": pretrain, "finetune": finetune, "linear": linprobe, "ep": linprobe, "segment": segment}
 QUICK = ["--amp", "off", "--workers", "0"]
 TOY = ["--model", "vit_nano", "--image-size", "32", "--patch-size", "8", "--batch-size", "8", *QUICK]
@@ -465,6 +469,42 @@ def test_entropy_is_taken_of_the_chosen_weights_and_experts(flags, source, weigh
     assert metrics["entropy_loss"].item() == pytest.approx(expected, rel=1e-6)
 
 
+def test_losses_read_foreign_routings_by_name_and_refuse_targets_with_registers():
+    case, names = make_case(), namedtuple("Foreign", "combine dispatch")
+    foreign = {block: names(*reversed(r)) for block, r in case.pred.routing.items()}
+    for loss_block in (3, (3,), None, 1):
+        ours, theirs = (couple(case._replace(pred=case.pred._replace(routing=routing)), loss_block=loss_block,
+                               importance_weight=1.0, entropy=(1.0, 1.0))[0]
+                        for routing in (case.pred.routing, foreign))
+        assert ours == theirs
+    assert couple(case, loss_block=1)[0] != couple(case, loss_block=3)[0] == couple(case, loss_block=None)[0]
+    registers = case._replace(targets=torch.cat([case.targets, case.targets[:, :4]], dim=1))
+    with pytest.raises(ValueError, match="targets have 21 tokens, but .* 16 patches need 17: leave out reg"):
+        couple(registers)
+
+
+@pytest.mark.parametrize("source", ("dispatch", "combine"))
+def test_an_image_whose_weights_all_underflow_counts_as_if_unweighted(source):
+    case = make_case()
+    routing = case.pred.routing[3]
+    for weights in routing:
+        weights.detach()[:, 1:] = 0.0
+    dispatch = torch.zeros(4, 10, 2)
+    dispatch[:, 0] = 1
+    dispatch.requires_grad_()
+    case.pred.routing[3] = model.Routing(dispatch, dispatch)
+    total, metrics = couple(case, ("token",), loss_weights="dispatch")
+    total.backward()
+    assert metrics["token"] == pytest.approx(metrics["token_unweighted"].item(), rel=1e-5)
+    assert dispatch.grad.isfinite().all()
+    assert losses.routed_mean(torch.ones(2, 3), torch.zeros(2, 3)) == 0
+
+
+def test_one_expert_is_enough_for_uniform_weights(stage):
+    flags = "--experts 1 --encoding dense --objective token_pixel --loss-weights uniform --max-steps 1".split()
+    assert train(stage("pretrain", *flags))[1][-1]["pixel_ratio"] == 1
+
+
 class Brightness(model.Explore):
     """A student with one more head: how bright each patch is."""
 
@@ -529,6 +569,11 @@ def test_gradnorm_helps_the_objective_that_lags_and_survives_numbers_that_are_no
         weights.append(balance.weights.tolist())
     assert weights[1][0] > 1 > weights[1][1]                    # the first has hardly fallen
     assert weights[2] == weights[1]
+    balance = losses.GradNorm(torch.ones(2), shared, 1.0, 0.01, scaler())
+    for values in ([math.nan, 1.0], [4.0, 1.0], [2.0, 1.0]):    # what is not finite is no first loss
+        balance(0, shared.terms(values, [1.0, 1.0]))
+        balance.update()
+    assert balance.first.tolist() == [4, 1] and balance.weights[0] < 1
 
 
 def test_gradnorm_takes_the_gradient_of_each_loss_at_the_layer_and_leaves_the_backward_pass_alone():
@@ -1034,8 +1079,14 @@ def test_training_lowers_the_loss_and_logs_the_diagnostics(stage):
     assert last["entropy"][0] <= math.log(11) + 1e-5         # 10 visible patches and [CLS]
 
 
+COMPILER = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+inductor = pytest.param("", "inductor", marks=pytest.mark.skipif(
+    not COMPILER or " " in tempfile.gettempdir(),
+    reason="inductor needs a C++ compiler, and a temporary folder without a space in its path"))
+
+
 @pytest.mark.parametrize("flags, backend", (
-    ("", "inductor"), ("--balance gradnorm", "aot_eager"),
+    inductor, ("--balance gradnorm", "aot_eager"),
     ("--objective token_cls_pixel --encoding dense --importance-weight 1", "aot_eager")))
 def test_compiled_training_follows_the_plain_curve(stage, monkeypatch, flags, backend):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
@@ -1046,14 +1097,14 @@ def test_compiled_training_follows_the_plain_curve(stage, monkeypatch, flags, ba
     assert_close(plain, compiled)
 
 
-def test_one_process_and_two_and_accumulation_follow_the_same_curve(stage, tmp_path):
+def test_one_process_and_accumulation_follow_the_same_curve(stage, monkeypatch):
+    monkeypatch.setattr(model.PixelDecoder.__init__, "__defaults__", (64, 1, 2))
     flags = ("--drop-path 0 --balance gradnorm --gradnorm-lr 0.2 --objective token_cls_pixel "
              "--encoding dense --micro-batch").split()
     whole, whole_log = train(stage("pretrain", *flags, "8", out="whole"))
-    torchrun(2, "pretrain.py", *stage("pretrain", *flags, "2", out="two"))
-    for state, log in (train(stage("pretrain", *flags, "2", out="parts")), read_run(tmp_path / "two")):
-        assert_same_curve(log, whole_log)
-        assert_close(state, whole)
+    parts, parts_log = train(stage("pretrain", *flags, "2", out="parts"))
+    assert_same_curve(parts_log, whole_log)
+    assert_close(parts, whole)
 
 
 def test_gradients_stay_in_ddps_buckets_so_that_accumulation_needs_no_second_copy():
@@ -1106,12 +1157,15 @@ def test_a_process_has_its_share_of_the_cores_as_loaders(monkeypatch):
 
 
 def test_the_log_says_what_share_of_the_time_went_into_waiting_for_the_loader(stage, monkeypatch):
-    def loader_wait(out):
-        return train(stage("pretrain", "--max-steps", "4", out=out))[1][-1]["loader_wait"]
-    quick, views = loader_wait("quick"), data.TrainViews.__getitem__
-    monkeypatch.setattr(data.TrainViews, "__getitem__", lambda *args: (time.sleep(0.1), views(*args))[1])
-    slow = loader_wait("slow")
-    assert 0 <= quick < slow and 0.7 <= slow <= 1
+    now, views = [0.0], data.TrainViews.__getitem__
+
+    def takes(seconds, function):
+        return lambda *args: (now.__setitem__(0, now[0] + seconds), function(*args))[1]
+    monkeypatch.setattr(common.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(data.TrainViews, "__getitem__", takes(0.5, views))      # 4 s for a batch of 8
+    monkeypatch.setattr(common, "set_rate", takes(6, common.set_rate))
+    line = train(stage("pretrain", "--max-steps", "3"))[1][-1]
+    assert line["loader_wait"] == pytest.approx(0.4) and line["images_per_second"] == pytest.approx(0.8)
 
 
 def test_a_router_that_collapses_is_warned_of_once(stage, monkeypatch, capsys):
@@ -1126,6 +1180,265 @@ def test_a_router_that_collapses_is_warned_of_once(stage, monkeypatch, capsys):
     assert warning.startswith("step 40: the router collapses: token_ratio") and "0.150" in warning
     for ratio, warned in ((0.3, False), (0.09, True)):          # combine weights start at 1 / E
         assert pretrain.warn_of_collapse({"step": 1, "token_ratio": ratio}, neutral=0.5) == warned
+
+
+# -------------------------------------------------------------------------- every stage equals a plain loop
+
+class Plain:
+    """What the plain loops share: the order of images, the schedule, AdamW, all written once more."""
+
+    def __init__(self, args, trained, images, views, rates=lambda name: 1.0, betas=(0.9, 0.999), world=1):
+        self.args, self.trained, self.images, self.views, self.world = args, trained, images, views, world
+        groups = []
+        for name, p in trained.named_parameters():
+            plain = p.ndim < 2 or name.endswith(("b1", "b2", "_token", "pos_embed"))
+            if p.requires_grad:
+                groups.append(dict(params=[p], share=rates(name), weight_decay=0 if plain else args.weight_decay))
+        self.optimizer = torch.optim.AdamW(groups, lr=1.0, betas=betas)
+        self.logged, self.felt = [], {}
+
+    def steps(self, linear=False):
+        """Yields (step, share of the gradient, micro-batch) for each micro-batch of each of the steps."""
+        args, epoch_steps = self.args, len(self.images) // self.args.batch_size
+        unit_steps = epoch_steps if "epochs" in args else 1
+        warmup = (args.warmup_epochs if "epochs" in args else args.warmup_iterations) * unit_steps
+        total = (args.epochs if "epochs" in args else args.iterations) * unit_steps
+        for step in range(args.max_steps):
+            way = (step + 1 - warmup) / (total - warmup)
+            fall = 1 - way if linear else (1 + math.cos(math.pi * way)) / 2
+            rate = args.min_lr + (args.lr - args.min_lr) * fall if way > 0 else args.lr * (step + 1) / warmup
+            epoch, at = divmod(step, epoch_steps)
+            order = np.random.default_rng((args.seed, epoch)).permutation(len(self.images))
+            order = order[at * args.batch_size:(at + 1) * args.batch_size]
+            for rank in range(self.world):
+                common.seed_everything(args.seed, step, rank)
+                parts = order[rank::self.world].reshape(-1, args.micro_batch)
+                for part in parts:
+                    batch = torch.utils.data.default_collate([self.views[epoch, int(i)] for i in part])
+                    yield step, 1 / len(parts) / self.world, batch
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            norm = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
+            for p in parameters:
+                self.felt[p] = torch.maximum(self.felt.get(p, p.detach() * 0), (p.grad / norm).abs())
+                if args.clip_grad and norm > args.clip_grad:
+                    p.grad.mul_(args.clip_grad / norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate * group["share"]
+            self.logged.append(norm.item())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def equals(self, state, log):
+        for first, line in zip([0, *(line["step"] for line in log)], log):
+            assert line["grad_norm"] == pytest.approx(np.mean(self.logged[first:line["step"]]), rel=1e-4)
+        assert self.trained.state_dict().keys() == state["model"].keys()
+        for name, value in self.trained.state_dict(keep_vars=True).items():
+            wrong = (value - state["model"][name]).abs() > self.args.lr / 100 + 1e-4 * value.abs()
+            # where a gradient is only rounding, so is what AdamW makes of it: keys' biases, those before BatchNorm
+            felt = self.felt[value] > 1e-6 if value in self.felt else not name.endswith("running_mean")
+            assert not (wrong & felt).any(), name
+
+
+def plain_pretraining(args, world=1):
+    """pretrain.main, image by image."""
+    sparse, names = args.encoding == "sparse", args.objective.split("_")
+    grid, experts = args.image_size // args.patch_size, args.experts
+    images = data.open_images(args.data, "train", args.image_size)
+    views = data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio)
+    teacher = model.load_encoder(args.teacher, grid=grid).eval()
+    common.seed_everything(args.seed)
+    encoder = model.build_vit(args.model, image_size=args.image_size, patch_size=args.patch_size,
+                              experts=experts, moe_blocks=args.moe_blocks, drop_path=args.drop_path)
+    student = model.Explore(encoder, teacher.dim, dense=not sparse, pixels="pixel" in names)
+    plain = Plain(args, student, images, views, betas=args.betas, world=world)
+    weights = torch.tensor([dict(token=1.0, cls=args.cls_weight, pixel=args.pixel_weight)[n] for n in names])
+    if args.balance == "gradnorm":
+        weights, first, seen, shared = torch.ones(len(names)), None, [], list(encoder.norm.parameters())
+    at = 0
+    for step, share, batch in plain.steps():
+        if step > at and args.balance == "gradnorm":      # between steps, from all micro-batches of the last
+            values, grads = (torch.stack(x).mean(0) for x in zip(*seen))
+            first, seen, norms = values if first is None else first, [], grads.norm(dim=1)
+            rate = values / first
+            goal = (weights * norms).mean() * (rate / rate.mean()) ** args.gradnorm_alpha
+            weights = (weights - args.gradnorm_lr * torch.sign(weights * norms - goal) * norms).clamp_min(1e-3)
+            weights = weights / weights.sum() * len(names)
+        if args.balance == "rlw":
+            generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+            weights = torch.randn(len(names), generator=generator).softmax(0)
+        at, pixels, mask = step, data.augment(batch), batch["mask"]
+        visible = grid ** 2 - int(args.mask_ratio * grid ** 2)
+        mean, std = (torch.tensor(x).view(3, 1, 1) for x in (model.IMAGENET_MEAN, model.IMAGENET_STD))
+        inputs = (pixels - mean) / std
+        with torch.no_grad():
+            targets = teacher(inputs)[0]
+        ids = model.shuffle_visible(mask, batch["noise"], visible)
+        pred = student(inputs, mask, *(ids if sparse else ()))
+        losses_ = torch.zeros(len(names))
+        entropy = torch.zeros(experts)
+        for b in range(len(pixels)):
+            kept = ids[0][b] if sparse else torch.arange(grid ** 2)
+            routed = [pred.routing[block] for block in args.loss_block]
+            for k, name in enumerate(names):
+                if name == "cls":
+                    loss = 1 - F.cosine_similarity(pred.tokens[b, 0], targets[b, 0], dim=0)
+                else:
+                    if name == "token":
+                        target = F.layer_norm(targets[b, 1 + kept], [teacher.dim])
+                        loss = F.smooth_l1_loss(pred.tokens[b, 1:], target, reduction="none").mean(1)
+                        chosen = torch.ones(visible).bool() if sparse else mask[b]
+                    else:
+                        target = losses.patchify(pixels[b:b + 1], args.patch_size)[0]
+                        target = (target - target.mean(1, True)) / (target.var(1, keepdim=True) + 1e-6).sqrt()
+                        loss, chosen = (pred.pixels[b] - target).square().mean(1), mask[b]
+                    weight = torch.ones(len(loss))
+                    if routed and args.loss_weights != "uniform" and not (sparse and name == "pixel"):
+                        weight = sum(getattr(r, args.loss_weights)[b, 1:, int(name == "pixel")] for r in routed)
+                        weight = weight / len(routed)
+                        weight = weight.detach() if args.detach else weight
+                    total = chosen.sum() if args.loss_weights == "combine" else weight[chosen].sum()
+                    loss = (weight * loss)[chosen].sum() / total
+                losses_[k] = losses_[k] + loss / len(pixels)
+            for r in routed:
+                p = getattr(r, args.entropy_on)[b]
+                entropy = entropy - (p * p.log()).sum(0) / len(pixels) / len(routed)
+        loss = (weights * losses_).sum()
+        for e in range(experts):
+            lambda_e = args.entropy_weight[e if len(args.entropy_weight) > 1 else 0]
+            if e in (args.entropy_experts or range(experts)):
+                loss = loss - lambda_e * entropy[e]
+        for block in args.loss_block if args.importance_weight else ():
+            used = pred.routing[block].combine.sum((0, 1))
+            loss = loss + args.importance_weight * used.var(correction=0) / used.mean() ** 2 / len(args.loss_block)
+        if args.balance == "gradnorm":
+            grads = [torch.autograd.grad(x, shared, retain_graph=True) for x in losses_]
+            seen.append((losses_.detach(), torch.stack([torch.cat(g) for g in grads])))
+        (share * loss).backward()
+    return plain
+
+
+ODD = ("--max-steps 3 --epochs 3 --warmup-epochs 0.5 --lr 0.01 --min-lr 0.002 --weight-decay 0.5 --clip-grad 0.5 "
+       "--betas 0.8 0.7 --drop-path 0.4 --seed 7 --micro-batch 4 --save-every 1 --experts 3 ").split()
+
+
+@pytest.mark.parametrize("flags", (
+    "--mask-ratio 0.6 --cls-weight 0.3 --entropy-weight 0.2 --moe-blocks 0 2 3 --loss-block 2",
+    "--encoding dense --objective token_cls_pixel --pixel-weight 0.3 --entropy-weight 0.1 0.3 0.2 "
+    "--importance-weight 2 --entropy-experts 0 2 --loss-weights combine",
+    "--objective token_pixel --detach --loss-block 1 3 --entropy-on combine --balance rlw",
+    "--encoding dense --objective token_pixel --balance gradnorm --gradnorm-alpha 0.5 --gradnorm-lr 0.3",
+    "--experts 0 --objective token --drop-path 0.1 --clip-grad 0",
+    "--loss-weights uniform --balance gradnorm --gradnorm-alpha 0 --gradnorm-lr 0.1 --image-size 48"))
+def test_pretraining_equals_a_plain_loop(stage, monkeypatch, flags):
+    monkeypatch.setattr(model.PixelDecoder.__init__, "__defaults__", (64, 1, 2))
+    argv = stage("pretrain", *ODD, *flags.split())
+    _, state, log = play("pretrain", argv)
+    plain_pretraining(pretrain.parse_args(argv)).equals(state, log)
+
+
+def test_two_processes_equal_a_plain_loop_over_the_images_of_both(stage, tmp_path):
+    """Each with a drop path of its own, and one GradNorm for both."""
+    argv = stage("pretrain", *ODD, "--micro-batch", "2", "--balance", "gradnorm", "--gradnorm-lr", "0.3")
+    torchrun(2, "pretrain.py", *argv)
+    plain_pretraining(pretrain.parse_args(argv), world=2).equals(*read_run(tmp_path / "run"))
+
+
+def layerwise(depth, decay):
+    """The rate of each parameter by its layer: embeddings, `depth` blocks, then the rest."""
+    def rate(name):
+        block = re.search(r"encoder\.blocks\.(\d+)\.", name)
+        bottom = name.startswith(("encoder.patch_embed", "encoder.pos_embed", "encoder.cls_token"))
+        return decay ** (depth - int(block[1]) if block else depth + 1 if bottom else 0)
+    return rate
+
+
+def normalized(images):
+    return TF.normalize(images, model.IMAGENET_MEAN, model.IMAGENET_STD)
+
+
+@pytest.mark.parametrize("name, flags", (
+    ("finetune", "--recipe fr exd --expert-dropout 0.3 --layer-decay 0.4 --drop-path 0.4 --image-size 48"),
+    ("finetune", "--recipe fa --layer-decay 0.7 --drop-path 0.4 --pool mean --augment plain --clip-grad 0"),
+    ("linear", ""), ("ep", "--augment plain")))
+def test_supervised_stages_equal_a_plain_loop(stage, name, flags):
+    flags = ("--max-steps 3 --epochs 3 --warmup-epochs 1 --lr 0.02 --min-lr 0.002 --weight-decay 0.5 "
+             "--clip-grad 0.5 --seed 7 --batch-size 32 --micro-batch 16 --save-every 1 " + flags).split()
+    argv = stage(name, *flags)
+    scores, state, log = play(name, argv)
+    args, strong = SCRIPTS[name].parse_args(argv), "plain" not in flags
+    size = 48 if "48" in flags else 32
+    images, val = (data.open_images(args.data, split, size) for split in ("train", "val"))
+    views = data.TrainViews(images, size, args.seed, strong=strong, erase=name == "finetune")
+    common.seed_everything(args.seed)
+    if name == "finetune":
+        dropout = args.expert_dropout if "exd" in args.recipe else 0.0
+        encoder = model.load_encoder(args.checkpoint, size // 8, drop_path=args.drop_path, expert_dropout=dropout)
+        for key, p in encoder.named_parameters():
+            p.requires_grad_(key not in frozen_by(args.recipe, [key]))
+        trained, frozen = finetune.Classifier(encoder, 4, args.pool), nn.Identity()
+        plain = Plain(args, trained, images, views, layerwise(4, args.layer_decay))
+    else:
+        encoder = model.load_encoder(args.checkpoint).eval()
+        common.seed_everything(args.seed)
+        trained = (linprobe.LinearProbe if name == "linear" else linprobe.EfficientProbe)(96, 4)
+        frozen, plain = lambda x: encoder(x)[0].detach(), Plain(args, trained, images, views)
+    mix = v2.RandomChoice([v2.MixUp(alpha=0.8, num_classes=4), v2.CutMix(alpha=1.0, num_classes=4)])
+    for _, share, batch in plain.steps():
+        pixels, target = normalized(data.augment(batch)), F.one_hot(batch["label"], 4).float()
+        if strong:
+            pixels, target = mix(pixels, batch["label"])
+            target = 0.9 * target + 0.1 / 4
+        (-share * (target * trained(frozen(pixels)).log_softmax(1)).sum(1).mean()).backward()
+    plain.equals(state, log)
+    trained.eval()
+    shown = [normalized(data.centre_view(val[i][0], size) / 255)[None] for i in range(len(val))]
+    ranked = torch.cat([trained(frozen(x)) for x in shown]).argsort(1, descending=True)
+    assert log[-1]["top1"] == pytest.approx(100 * np.mean(ranked[:, 0].numpy() == val.targets))
+    assert scores["top1"] == max(line["top1"] for line in log) and len(log) == 3
+
+
+def plain_segmentation(segmenter, val, crop, classes):
+    """Mean IoU in percent, with a loop over the windows and one over the classes."""
+    hits, union, stride = np.zeros(classes), np.zeros(classes), round(crop * 341 / 512)
+    for i in range(len(val)):
+        image = TF.resize(val[i][0], crop, interpolation=TF.InterpolationMode.BICUBIC, antialias=True)
+        image = normalized(image / 255)[None]
+        total, truth = torch.zeros(2, classes, *image.shape[2:]), val.annotation(i)
+        tops, lefts = (sorted({min(at, side - crop) for at in range(0, side, stride)}) for side in image.shape[2:])
+        for top, left in itertools.product(tops, lefts):
+            logits = segmenter(image[:, :, top:top + crop, left:left + crop])[0]
+            logits = F.interpolate(logits, (crop, crop), mode="bilinear")[0]
+            total[:, :, top:top + crop, left:left + crop] += torch.stack([logits, torch.ones_like(logits)])
+        found = F.interpolate((total[0] / total[1])[None], truth.shape, mode="bilinear")[0].argmax(0) + 1
+        for c in range(classes):
+            hits[c] += ((found == c + 1) & (truth == c + 1)).sum()
+            union[c] += ((truth > 0) & ((found == c + 1) | (truth == c + 1))).sum()
+    return 100 * np.mean(hits[union > 0] / union[union > 0])
+
+
+def test_segmentation_equals_a_plain_loop(stage):
+    argv = stage("segment", *("--max-steps 3 --iterations 6 --warmup-iterations 2 --lr 0.01 --min-lr 0.001 --seed 7 "
+                              "--weight-decay 0.5 --clip-grad 0.5 --batch-size 8 --micro-batch 4 --save-every 1 "
+                              "--drop-path 0.4 --layer-decay 0.6 --recipe fr exd --expert-dropout 0.3").split())
+    _, state, log = play("segment", argv)
+    args = segment.parse_args(argv)
+    scenes, val = (data.Scenes(args.data, split) for split in ("training", "validation"))
+    common.seed_everything(args.seed)
+    encoder = model.load_encoder(args.checkpoint, 4, drop_path=0.4, expert_dropout=0.3)
+    segmenter = segment.Segmenter(encoder, 11, args.width)
+    for key, p in segmenter.named_parameters():
+        p.requires_grad_(not key.endswith((".phi", "mlp.scale")) and not key.startswith("encoder.norm"))
+    views = data.SceneViews(scenes, 32, 11, args.seed)
+    plain = Plain(args, segmenter, scenes, views, layerwise(4, args.layer_decay))
+    for _, share, batch in plain.steps(linear=True):
+        truth, loss = batch["annotation"].long(), 0.0
+        for part, logits in zip((1.0, 0.4), segmenter(normalized(batch["image"] / 255))):
+            logits = F.interpolate(logits, (32, 32), mode="bilinear").log_softmax(1)
+            named = logits.gather(1, (truth - 1).clamp_min(0)[:, None])[:, 0]
+            loss = loss - part * (named * (truth > 0)).sum() / truth.numel()      # all pixels, labelled or not
+        (share * loss).backward()
+    plain.equals(state, log)
+    assert log[-1]["miou"] == pytest.approx(plain_segmentation(segmenter.eval(), val, 32, 11), rel=1e-3)
 
 
 # ------------------------------------------------------------------------- resuming, saving, being stopped
@@ -1285,8 +1598,107 @@ def test_a_run_resumes_with_its_own_flags_alone(capsys, stage):
     train([*argv, "--max-steps", "1"])
     error = refusal(capsys, pretrain, *argv, "--experts", "4", "--mask-ratio", "0.5")
     assert "--experts was 2, is 4; --mask-ratio was 0.4, is 0.5" in error and "another --out" in error
-    assert "an epoch had 4 steps, has 512" in refusal(capsys, pretrain, *argv, "--data", "shapes")
+    error = refusal(capsys, pretrain, *argv, "--data", "shapes")
+    assert "the class or file names in --data shapes are not those that it began with" in error
     assert train([*argv, "--amp", "bf16", "--micro-batch", "4", "--max-steps", "2"])[0]["step"] == 2
+
+
+def test_a_run_notices_that_what_it_was_made_of_has_changed(stage, photos, tmp_path, capsys):
+    """A continued encoder, another teacher of the same name, other images of the same name."""
+    linear, other = stage("linear"), write_checkpoint(tmp_path / "other.pt", experts=2)
+    play("linear", linear)
+    for name in ("one", "two"):
+        shutil.copytree(photos, tmp_path / name / "photos")
+    teacher = str(shutil.copy(other, tmp_path / "teacher.pt"))
+    pretraining = stage("pretrain", "--teacher", teacher, "--data", f"{tmp_path}/one/photos", out="pretrained")
+    train([*pretraining, "--max-steps", "4"])
+    shutil.copy(write_checkpoint(tmp_path / "new.pt", experts=2), teacher)
+    assert f"the weights of --teacher {teacher} are not those" in refusal(capsys, pretrain, *pretraining)
+    shutil.copy(other, teacher)
+    moved = [*pretraining, "--data", f"{tmp_path}/two/photos"]
+    assert train([*moved, "--max-steps", "5"])[0]["step"] == 5            # the same files in another place
+    (tmp_path / "two/photos/train/class_1/0.jpg").rename(tmp_path / "two/photos/train/class_1/x.jpg")
+    assert "the class or file names in --data" in refusal(capsys, pretrain, *moved)
+    shutil.copy(other, linear[0])
+    for more in ([], ["--eval-only"]):
+        assert f"the weights in CHECKPOINT {linear[0]} are not those" in refusal(capsys, linprobe, *linear, *more)
+
+
+def test_names_of_images_are_told_apart_by_class_and_file(photos, scenes, tmp_path):
+    images, found = data.Folder(photos, "train"), data.Scenes(scenes, "training")
+    copy = shutil.copytree(photos, tmp_path / "copy")
+    assert data.digest(images) == data.digest(data.Folder(str(copy), "train"))
+    (copy / "train/class_3").rename(copy / "train/class_9")
+    (tmp_path / "images").symlink_to(Path(scenes, "images"))
+    digests = {data.digest(images), data.digest(data.Folder(str(copy), "train")), data.digest(found),
+               data.digest(data.Scenes(scenes, "validation")), data.digest(data.Shapes("train", 8)),
+               data.digest(data.Shapes("val", 8)), data.digest(images, images)}
+    assert len(digests) == 7
+
+
+def test_all_processes_start_from_the_same_step_or_none_starts(stage, tmp_path):
+    """Two agents, as on two machines that share no disk; one of them has a last.pt."""
+    argv = stage("finetune", out="one")
+    play("finetune", [*argv, "--max-steps", "2"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        at = f"127.0.0.1:{free.getsockname()[1]}"
+    agents = [start("-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, "--rdzv_backend", "c10d",
+                    "--rdzv_endpoint", at, HERE / "finetune.py", *stage("finetune", out=out))
+              for out in ("one", "two")]
+    try:
+        errors = [agent.communicate(timeout=120)[1] for agent in agents]
+    finally:
+        for agent in agents:
+            kill_tree(agent.pid)
+    for agent, error in zip(agents, errors):      # on both machines
+        assert agent.returncode and "not all processes see the same last.pt: --out must be on a disk" in error
+
+
+def test_an_error_of_any_machine_is_printed(monkeypatch, capsys):
+    def fails(args):
+        raise common.UserError("no such disk")
+    for rank, local_rank, says in (("2", "0", True), ("3", "1", False)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(SystemExit):
+            common.run(fails, None)
+        assert ("no such disk" in capsys.readouterr().err) == says
+
+
+def test_the_first_process_downloads_then_that_of_each_machine_then_the_others(monkeypatch):
+    """Seen from each process: how many barriers it passes before and after."""
+    barriers, groups = Mock(), Mock()
+    monkeypatch.setattr(common.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(common.dist, "new_group", groups)
+    monkeypatch.setattr(common.dist, "barrier", barriers)
+    for rank, local_rank, before in (("0", "0", 0), ("4", "0", 1), ("1", "1", 2), ("5", "1", 2)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        barriers.reset_mock()
+        with common.one_after_another():
+            assert barriers.call_count == before
+        assert barriers.call_count == 2
+    assert groups.call_args.kwargs["timeout"].days == 1
+
+
+def test_the_best_score_survives_a_restart(stage, tmp_path):
+    argv, last = stage("finetune", "--save-every", "1"), tmp_path / "run" / "last.pt"
+    play("finetune", [*argv, "--max-steps", "4"])
+    state = torch.load(last, weights_only=True)
+    torch.save(state | {"best": {"top1": 101.0, "top5": 101.0}}, last)
+    best = (tmp_path / "run" / "best.pt").read_bytes()
+    scores, _, _ = play("finetune", argv)
+    assert scores["top1"] == 101 and (tmp_path / "run" / "best.pt").read_bytes() == best
+
+
+def test_a_run_closes_its_lock_however_it_ends(stage, capsys):
+    def locks():
+        return sum(os.path.realpath(link).endswith(".lock") for link in Path("/proc/self/fd").iterdir())
+    before, argv = locks(), stage("pretrain", "--max-steps", "1")
+    train(argv)
+    refusal(capsys, pretrain, *argv, "--lr", "1e-4")
+    assert locks() == before
 
 
 def test_a_last_checkpoint_that_does_not_resume_is_named(stage, tmp_path, capsys):
@@ -1329,12 +1741,11 @@ def test_a_resumed_run_holds_no_page_of_its_file(stage, tmp_path, monkeypatch, d
     monkeypatch.setattr(common, "load_checkpoint", lambda path: state)
     monkeypatch.setattr(common, "copy", copy)
     pages, args = addresses(state), pretrain.parse_args(argv)
-    pretrain.check(args)
     run = common.Run(args)
     run.device = torch.device(device)
     student = model.Explore(model.ViT(**state["encoder"]), 96)
     optimizer = common.adamw(student, 1e-3, 0.05, (0.9, 0.95))
-    assert run.resume(state["encoder"], 4, model=student, optimizer=optimizer) == 2
+    assert run.resume(state["encoder"], 4, state["sources"], model=student, optimizer=optimizer) == 2
     used = addresses([student.state_dict(), optimizer.state_dict()])
     assert copy.deepcopy.call_count == copies and len(used) > 100 and (device != "cpu" or not pages & used)
 
@@ -1442,6 +1853,10 @@ def test_expert_dropout_is_a_recipe_that_needs_experts(stage, teacher, capsys, m
     assert f"{teacher} has no experts: --recipe fr exd is ignored" in capsys.readouterr().out
     assert {name for name in before if torch.equal(before[name], after[name])} == frozen_by("fa", before)
     assert "none excludes the others" in refusal(capsys, finetune, *argv, "--recipe", "none", "fr")
+    for recipe in (["fr"], ["fr", "fa", "exd"]):                # and no experts to drop in `teacher`
+        flags = ["--recipe", *recipe, "--expert-dropout", "0.4"]
+        assert "--expert-dropout needs --recipe exd and" in refusal(capsys, finetune, *argv, *flags)
+    assert "--micro-batch 1: the BatchNorm of --probe ep" in refusal(capsys, linprobe, *stage("ep"), "--micro-batch", "1")
 
 
 @pytest.mark.parametrize("probe", ("linear", "ep"))
@@ -1539,11 +1954,12 @@ def test_finetuning_erases_a_third_of_a_quarter_of_the_images_and_probes_do_not(
         assert len(erased) == times
 
 
-def test_the_progress_bar_names_no_score_before_the_first_evaluation(stage, capsys):
-    for name in ("finetune", "segment"):
-        play(name, stage(name, "--save-minutes", "1e-9", "--max-steps", "3", "--save-every", "9", out=name))
-    bars = [bar for bar in re.split("[\n\r]", capsys.readouterr().err) if re.search(r" [01]/3 .*loss=", bar)]
-    assert len(bars) > 3 and not any("top1" in bar or "miou" in bar for bar in bars)
+def test_the_progress_bar_names_no_score_before_the_first_evaluation(stage, monkeypatch):
+    shown = []
+    monkeypatch.setattr(common.tqdm, "set_postfix", lambda bar, values: shown.append(values.keys()))
+    play("finetune", stage("finetune", "--save-minutes", "1e-9", "--max-steps", "3", "--save-every", "9"))
+    assert [keys >= {"loss"} for keys in shown] == [True] * 3
+    assert ["top1" in keys for keys in shown] == [False, False, True]
 
 
 def test_top_1_and_top_5_count_each_image_once():
@@ -1572,6 +1988,29 @@ def test_upernet_gives_a_quarter_of_the_patch_stride_at_any_size():
     for grid in (1, 3, 8):
         logits, auxiliary = segment.UperNet(8, 5, 16).eval()([torch.randn(2, 8, grid, grid)] * 4)
         assert logits.shape == (2, 5, 4 * grid, 4 * grid) and auxiliary.shape == (2, 5, grid, grid)
+
+
+def test_upernet_is_a_pooled_top_a_pyramid_from_the_top_down_and_an_auxiliary_head_on_the_third_map():
+    net, maps = segment.UperNet(6, 5, 8).double(), [randn(2, 6, 4, 4) for _ in range(4)]
+    for name, p in net.named_parameters():
+        nn.init.normal_(p, std=0.3)
+    net.eval()
+
+    def resize(x, like):
+        return F.interpolate(x, like.shape[2:], mode="bilinear", align_corners=False)
+    a, b, c, d = (stride(x) for stride, x in zip(net.strides, maps))
+    assert [x.shape[2] for x in (a, b, c, d)] == [16, 8, 4, 2] and torch.equal(c, maps[2])
+    assert torch.equal(d, F.max_pool2d(maps[3], 2))
+    pooled = [resize(conv(F.adaptive_avg_pool2d(d, bins)), d) for bins, (_, conv) in zip((1, 2, 3, 6), net.pyramid)]
+    top = net.bottleneck(torch.cat([d, *pooled], 1))
+    third = net.lateral[2](c) + resize(top, c)
+    second = net.lateral[1](b) + resize(third, b)
+    first = net.lateral[0](a) + resize(second, a)
+    outputs = [net.output[0](first), *(resize(x, first) for x in (net.output[1](second), net.output[2](third), top))]
+    logits, auxiliary = net(maps)
+    assert torch.allclose(logits, net.classify[1](net.fuse(torch.cat(outputs, 1))))
+    assert torch.allclose(auxiliary, net.auxiliary[2](net.auxiliary[0](maps[2])))
+    assert net.classify[0].p == net.auxiliary[1].p == 0.1
 
 
 def test_features_come_from_blocks_3_5_7_and_11_before_the_norm():
@@ -1823,6 +2262,63 @@ def test_knn_finds_its_own_images_prints_the_best_and_is_the_same_in_two_process
     assert "-k 33: there are only 32 training images" in refusal(capsys, knn, teacher, *flags, "-k", "33")
 
 
+def test_knn_votes_on_cls_after_the_norm_of_normalized_images(photos, tmp_path, monkeypatch):
+    path, calls = write_checkpoint(tmp_path / "e.pt", experts=2), spy(monkeypatch, knn, "classify")
+    encoder, features = model.load_encoder(path).eval(), []
+    for split in ("val", "train"):
+        images = data.Folder(photos, split)
+        tokens = [encoder(normalized(data.centre_view(image, 32) / 255)[None])[0][0, 0] for image, _ in images]
+        features.append(torch.stack([x / x.norm() for x in tokens]).detach())
+    near = torch.argsort(features[0] @ features[1].T, descending=True)[:, :7]
+    hits = 0
+    for x, rows, label in zip(features[0], near, data.Folder(photos, "val").targets):
+        votes = np.zeros(4)
+        for i in rows:
+            votes[images.targets[i]] += math.exp((x @ features[1][i]).item() / 0.05)
+        hits += votes.argmax() == label
+    flags = ["--data", photos, "-k", "7", "--temperature", "0.05", *QUICK]
+    assert knn.main(knn.parse_args([path, *flags])) == [pytest.approx(100 * hits / 16)]
+    assert all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(calls[0].args, features))
+    assert calls[0].args[2].tolist() == images.targets and calls[0].args[4:] == (7, 0.05)
+
+
+def test_routing_json_equals_numpy_on_the_same_weights(tmp_path):
+    path = write_checkpoint(tmp_path / "e.pt", experts=3, depth=6)
+    encoder, images = model.load_encoder(path), data.Shapes("val", 32)
+    for i in encoder.moe_blocks:
+        encoder.blocks[i].mlp.scale.data.fill_(3 + i)
+        nn.init.normal_(encoder.blocks[i].norm2.bias)
+    state = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
+    torch.save({"model": state, "encoder": encoder.config, "args": {"loss_block": [3]}}, path)
+    numbers, = routing.main(routing.parse_args([path, "--data", "shapes", "--images", "5", "--seed", "3", *QUICK]))
+    assert json.loads((tmp_path / "routing.json").read_text())[0]["loss_block"] == numbers["loss_block"] == 3
+    chosen = np.random.default_rng(3).permutation(1024)[:5].tolist()
+    views = torch.stack([data.centre_view(images[i][0], 32) for i in chosen])
+    x, _ = encoder.embed(normalized(views / 255)), encoder.eval()
+    for i, block in enumerate(encoder.blocks):
+        entered, y = x, x + block.ls1(block.attn(block.norm1(x)))
+        x, routed = block(x)
+        if routed is None:
+            continue
+        row = next(row for row in numbers["blocks"] if row["block"] == i)
+        dispatch, combine = (weights.detach().double().numpy() for weights in routed)      # [5, 17, 3]
+        patches = dispatch[:, 1:]
+        assert row["entropy"] == pytest.approx(-(dispatch * np.log(dispatch)).sum(1).mean(0), rel=1e-4)
+        assert row["dispatch_cv"] == pytest.approx((patches.std(1) / patches.mean(1)).mean(0), rel=1e-4)
+        assert row["cls_share"] == pytest.approx(dispatch[:, 0].mean(0), rel=1e-4)
+        assert row["use"] == pytest.approx(combine.mean((0, 1)), rel=1e-4)
+        assert row["scale"] == 3 + i
+        labels = torch.from_numpy(dispatch.argmax(2).flatten())
+        assert row["silhouette"] == pytest.approx(routing.silhouette(entered.detach().flatten(0, 1), labels), abs=1e-4)
+        if i == 3:
+            covered = data.centre_view(torch.stack([images.mask(j) for j in chosen]).to(torch.uint8) * 255, 32)
+            inside = F.avg_pool2d(covered[:, None] / 255, 8).flatten().numpy() >= 0.5
+            for e in range(3):
+                weight = patches[..., e].flatten()
+                above = (weight[inside][:, None] > weight[~inside]).mean()
+                assert numbers["foreground_auc"][e] == pytest.approx(above, abs=1e-3)
+
+
 def test_heatmaps_show_the_most_and_the_least_used_of_many_experts():
     assert routing.most_and_least(torch.rand(8)) == list(range(8))
     use = (torch.arange(64) * 37 % 64).float()
@@ -1852,6 +2348,8 @@ def test_area_under_the_curve_counts_pairs():
     assert routing.area_under_curve(score, positive) == pytest.approx(sum(pairs) / 6)
     assert routing.area_under_curve(positive.float(), positive) == 1
     assert math.isnan(routing.area_under_curve(score, torch.ones(5, dtype=torch.bool)))
+    assert common.plain({"a": [math.nan, 1, {"b": math.inf}], "c": "x", "d": 0.1234567}) == {
+        "a": [None, 1, {"b": None}], "c": "x", "d": 0.123457}      # JSON has no word for NaN
 
 
 @pytest.fixture
@@ -1964,7 +2462,8 @@ def test_bad_flags_are_refused_by_name(capsys, stage, tmp_path):
             ("--micro-batch 3", "--micro-batch 3 does not divide the 8 images"),
             ("--experts 0 --detach", "--detach needs experts, but --experts is 0"),
             ("--experts 0 --loss-block 3", "--loss-block needs experts, but --experts is 0"),
-            ("--experts 0 --loss-weights combine", "--loss-weights combine needs experts"),
+            ("--experts 0 --loss-weights combine", "--loss-weights needs experts"),
+            ("--experts 0 --entropy-weight 5", "--entropy-weight needs experts"),
             ("--loss-block 2", "--loss-block 2 has no experts: the MoE blocks are 1 3"),
             ("--moe-blocks 4", "--moe-blocks 4: vit_nano has blocks 0 to 3"),
             ("--entropy-weight 1 2 3", "--entropy-weight has 3 values: give one, or one for each of the 2"),
@@ -1984,11 +2483,22 @@ def test_bad_flags_are_refused_by_name(capsys, stage, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("flags", ("--epochs 0", "--experts -1", "--lr fast", "--objective pixels"))
-def test_values_without_a_meaning_are_refused_by_the_parser(flags, capsys):
+@pytest.mark.parametrize("name, flags", (
+    *(("pretrain", flags) for flags in (
+        "--epochs 0", "--experts -1", "--lr fast", "--objective pixels", "--clip-grad -1", "--lr -1", "--lr inf",
+        "--mask-ratio nan", "--mask-ratio 0", "--mask-ratio 1", "--drop-path 1.5", "--drop-path 1",
+        "--betas 0.9 1.0", "--entropy-weight nan", "--cls-weight nan", "--gradnorm-lr -1",
+        "--seed 123456789012345678901234567890", "--seed -1", "--workers -1", "--micro-batch 0")),
+    *(("finetune", flags) for flags in (
+        "--expert-dropout 1.5", "--layer-decay 0", "--layer-decay 1.1", "x.pt --model vit_base",
+        "x.pt --patch-size 16", "--weight-decay nan")),
+    *(("knn", flags) for flags in ("--temperature -1", "--temperature 0", "-k 0"))))
+def test_values_without_a_meaning_are_refused_by_the_parser(name, flags, capsys):
+    argv = ["x.pt", *flags.split()] if name == "knn" else flags.split()
     with pytest.raises(SystemExit) as stop:
-        pretrain.parse_args(flags.split())
-    assert stop.value.code == 2 and flags.split()[0] in capsys.readouterr().err
+        (SCRIPTS | {"knn": knn})[name].parse_args(argv)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2 and flags.removeprefix("x.pt ").split()[0] in error
 
 
 @pytest.mark.parametrize("script", (pretrain, finetune, linprobe, segment, knn, routing))
