@@ -5,49 +5,108 @@
 """
 
 import argparse
+import contextlib
+import random
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as TF
+from tqdm import tqdm
 
 import common
 import data
+from checkpoint import digest, load_checkpoint, load_encoder
 from common import UserError
-from model import PRESETS, ViT, build_vit, load_checkpoint, load_encoder
+from model import IMAGENET_MEAN, IMAGENET_STD, PRESETS, ViT, build_vit
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.make_parser(__doc__, batch_size=1024)
     parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT",
                         help="encoder of ExPLoRe, the authors' release or timm; none: from scratch")
-    common.add_common_flags(parser, batch_size=1024)
     common.add_trainer_flags(parser, length=100, warmup=5, lr=5e-4, min_lr=1e-6, weight_decay=0.05,
                              clip_grad=0.0, drop_path=0.1)
     add_supervised_flags(parser)
-    group = common.add_recipe_flags(parser, layer_decay=0.65)
-    group.add_argument("--pool", choices=("cls", "mean"), default="cls",
-                       help="the head sees [CLS], or the mean of the patch tokens (default: %(default)s)")
-    group = parser.add_argument_group("model, without a checkpoint")
-    group.add_argument("--model", choices=PRESETS, default="vit_base", help="default: %(default)s")
-    group.add_argument("--patch-size", type=int, default=16, help="default: %(default)s")
-    group.add_argument("--image-size", type=int, help="also with one (default: the checkpoint's, else 224)")
+    common.add_recipe_flags(parser, layer_decay=0.65)
+    parser.add_argument("--pool", choices=("cls", "mean"), default="cls",
+                        help="the head sees [CLS], or the mean of the patch tokens (default: %(default)s)")
+    parser.add_argument("--image-size", type=int, metavar="N", help="default: the checkpoint's, else 224")
+    add = parser.add_argument_group("model, from scratch").add_argument
+    add("--model", choices=PRESETS, help="default: vit_base")
+    add("--patch-size", type=int, metavar="N", help="default: 16")
     args = common.parse(parser, argv, "finetune")
     for name in ("model", "patch_size"):
-        if args.checkpoint and name in common.given(parser, argv, args):
+        if args.checkpoint and getattr(args, name):
             parser.error(f"{common.flag(name)} is for training from scratch: CHECKPOINT has its own")
     return args
 
 
 def add_supervised_flags(parser: argparse.ArgumentParser):
-    group = parser.add_argument_group("supervision")
-    group.add_argument("--augment", choices=("strong", "plain"), default="strong",
-                       help="strong: crops of scale 0.08 to 1, timm's RandAugment, mixup 0.8 or cutmix 1.0, "
-                            "label smoothing 0.1, in finetuning also random erasing 0.25; plain: as in "
-                            "pretraining (default: %(default)s)")
-    group.add_argument("--eval-only", action="store_true", help="evaluate best.pt in --out and stop")
+    add = parser.add_argument_group("supervision").add_argument
+    add("--augment", choices=("strong", "plain"), default="strong",
+        help="strong: crops of scale 0.08 to 1, timm's RandAugment, mixup 0.8 or cutmix 1.0, label smoothing 0.1, in "
+             "finetuning also random erasing 0.25; plain: as in pretraining (default: %(default)s)")
 
+
+# ------------------------------------------------------------------------------------------ augmentation
+
+def rand_augment(size: int):
+    """The release's RandAugment, timm's own: two operations on a PIL image of `size`, each applied with
+    probability 0.5 and a magnitude of its own around 9. It draws from `random` and `numpy.random`.
+    """
+    from timm.data.auto_augment import rand_augment_transform      # only supervised training needs it
+    mean = tuple(round(255 * value) for value in IMAGENET_MEAN)
+    return rand_augment_transform("rand-m9-mstd0.5-inc1", dict(
+        translate_const=int(0.45 * size), img_mean=mean, interpolation=Image.BICUBIC,
+        magnitude_max=9.99))      # at 10, timm posterizes to 0 bits, which newer Pillows refuse
+
+
+@contextlib.contextmanager
+def seeded(rng: np.random.Generator):
+    """Seeds Python's and NumPy's global generators by `rng`, and puts them back as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    random.seed(int(rng.integers(2 ** 32)))
+    np.random.seed(int(rng.integers(2 ** 32)))
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def random_erasing(rng: np.random.Generator, image: Tensor, probability: float = 0.25) -> Tensor:
+    """With that probability, noise in a box of 2 to 33 % of the area. uint8 [3, S, S] -> the same."""
+    if rng.random() >= probability:
+        return image
+    top, left, h, w = data.random_crop(rng, *image.shape[-2:], scale=(0.02, 1 / 3), ratio=(0.3, 1 / 0.3))
+    mean, std = (255 * np.array(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
+    image = image.clone()
+    image[:, top:top + h, left:left + w] = torch.from_numpy(rng.normal(mean, std, (3, h, w)).clip(0, 255))
+    return image
+
+
+class StrongViews(data.TrainViews):
+    """TrainViews for supervised training: smaller crops, RandAugment in place of color jitter; `erase` adds
+    random erasing."""
+    scale = (0.08, 1.0)
+
+    def __init__(self, images, image_size: int, seed: int, erase: bool = False):
+        super().__init__(images, image_size, seed)
+        self.erase, self.rand_augment = erase, rand_augment(image_size)
+
+    def view(self, rng: np.random.Generator, image: Tensor, label: int) -> dict:
+        view = super().view(rng, image, label)
+        with seeded(rng):
+            image = TF.pil_to_tensor(self.rand_augment(TF.to_pil_image(view["image"])))
+        image = random_erasing(rng, image) if self.erase else image
+        return view | dict(image=image, jitter=np.ones_like(view["jitter"]))
+
+
+# ---------------------------------------------------------------------------------------------- training
 
 class Classifier(nn.Module):
     """A linear head on a ViT's normalized [CLS] or mean patch token. images [B, 3, S, S] -> logits [B, C]"""
@@ -65,85 +124,82 @@ class Classifier(nn.Module):
 
 
 @torch.no_grad()
-def accuracy(forward, batches, process: common.Process) -> dict[str, float]:
+def accuracy(forward, batches, machine: common.Machine) -> dict[str, float]:
     """Top-1 and top-5 in percent over all processes; each image counts once. forward: images -> logits"""
-    counts = torch.zeros(3, dtype=torch.float64, device=process.device)
+    counts = torch.zeros(3, dtype=torch.float64, device=machine.device)
     for batch in batches:
-        with process.autocast():
+        with machine.autocast():
             logits = forward(data.normalize(batch["image"] / 255))
         hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == batch["label"][:, None]
         counts += torch.stack([hits[:, 0].sum(), hits.sum(), batch["label"].new_tensor(len(logits))])
-    top1, top5, images = process.sum(counts).tolist()
+    top1, top5, images = machine.sum(counts).tolist()
     return {"top1": 100 * top1 / images, "top5": 100 * top5 / images}
 
 
-def fit(args: argparse.Namespace, run: common.Run, model: nn.Module, encoder: ViT, images, val,
-        sources: dict[str, str], prepare=nn.Identity(), lr_scale=lambda name: 1.0,
+def fit(args: argparse.Namespace, machine: common.Machine, encoder: ViT, model: nn.Module, images, val,
+        sources: dict[str, str], frozen: nn.Module | None = None, lr_scale=lambda name: 1.0,
         erase: bool = False) -> dict[str, float]:
     """The supervised loop of finetune.py and linprobe.py -> scores of the best epoch on `val`, in percent.
 
-    `model` is what learns. `prepare` comes before it, without gradient and outside DDP: nothing, or a frozen
-    encoder. `erase` adds random erasing to strong augmentation.
+    `model` is what learns. `frozen`, an encoder, comes before it, without gradient and outside DDP. `sources`
+    are digests of files (see common.Run). `erase` adds random erasing to strong augmentation.
     """
-    image_size, sources = encoder.config["image_size"], sources | {"data": data.digest(images, val)}
-    micro_batch, micro_steps, epoch_steps = common.sizes(args, run.world, len(images))
-    steps, warmup = common.schedule(args, epoch_steps)
+    plan, image_size = common.make_plan(args, machine.world, len(images)), encoder.config["image_size"]
+    sources = sources | {data.NAMES: data.digest(images, val)}
+    frozen = frozen or nn.Identity()
 
     def evaluate() -> dict[str, float]:
-        run.share_buffers(model)
-        order = data.eval_order(len(val), 256, run.rank, run.world)
-        batches = data.load(data.CentreViews(val, image_size), order, args.workers, run.device)
+        machine.share_buffers(model)
+        order = tqdm(data.eval_order(len(val), 256, machine.rank, machine.world), "val", leave=False,
+                     disable=machine.rank > 0)
         model.eval()
-        scores = accuracy(lambda x: model(prepare(x)), batches, run)
+        batches = data.load(data.CenterViews(val, image_size), order, machine)
+        scores = accuracy(lambda images: model(frozen(images)), batches, machine)
         model.train()
         return scores
 
-    if args.eval_only:
-        run.load_best(model, sources)
-        return run.report("best.pt:", evaluate())
-
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
-    first = run.resume(encoder.config, epoch_steps, sources, model=model, optimizer=optimizer)
-    last = min(steps, args.max_steps or steps)
-    if args.compile:
+    run = common.Run(args, machine, plan, encoder.config, sources, model=model, optimizer=optimizer)
+    run.announce(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters",
+                 f"{len(images)} images of {len(images.classes)} classes")
+    if machine.compile:
         model.compile()
-        prepare.compile()
-    parallel = run.parallel(model).train()
-
+        frozen.compile()
+    parallel = machine.parallel(model).train()
     strong, classes = args.augment == "strong", len(images.classes)
-    mix = v2.RandomChoice([v2.MixUp(alpha=0.8, num_classes=classes),
-                           v2.CutMix(alpha=1.0, num_classes=classes)])
-    views = data.TrainViews(images, image_size, args.seed, strong=strong, erase=erase)
-    order = data.train_order(len(images), args.batch_size, micro_batch, args.seed, first, last,
-                             run.rank, run.world)
-    batches = run.waiting(data.load(views, order, args.workers, run.device))
-    for step in run.steps(first, last):
-        common.set_rate(optimizer, common.learning_rate(step, steps, warmup, args.lr, args.min_lr))
-        common.seed_everything(args.seed, step, run.rank)       # drop path, expert dropout, mixup
+    mix = v2.RandomChoice([v2.MixUp(alpha=0.8, num_classes=classes), v2.CutMix(alpha=1.0, num_classes=classes)])
+    views = (StrongViews(images, image_size, args.seed, erase) if strong
+             else data.TrainViews(images, image_size, args.seed))
+    batches = data.train_batches(views, len(images), run)
 
-        for micro_step in range(micro_steps):
+    for step in run.steps():
+        common.set_rate(optimizer, common.learning_rate(step, plan, args.lr, args.min_lr))
+        common.seed_everything(args.seed, step, machine.rank)       # drop path, expert dropout, mixup
+
+        for micro_step in range(1, plan.micro_steps + 1):
             batch = next(batches)
             pixels, target = data.normalize(data.augment(batch)), batch["label"]
             if strong and classes > 1:
-                pixels, target = mix(pixels, target)            # [B, C], sums to 1
-            with run.accumulating(parallel, micro_step, micro_steps):
-                with run.autocast():
-                    logits = parallel(prepare(pixels))
+                pixels, target = mix(pixels, target)                # [B, C], sums to 1
+            with machine.accumulating(parallel, last=micro_step == plan.micro_steps):
+                with machine.autocast():
+                    logits = parallel(frozen(pixels))
                 loss = F.cross_entropy(logits.float(), target, label_smoothing=0.1 if strong else 0.0)
-                run.scaler.scale(loss / micro_steps).backward()
-            run.log({"loss": loss.detach()})
+                machine.scaler.scale(loss / plan.micro_steps).backward()
+            run.log.add({"loss": loss.detach()})
 
-        run.log(common.update(optimizer, run.scaler, args.clip_grad))
-        run.after(step, evaluate)                               # log line, best.pt, last.pt, signal
-    return run.report(f"step {max(first, last)} of {steps}, best", run.best)
+        run.log.add(common.optimizer_step(optimizer, machine.scaler, args.clip_grad))
+        run.end_step(step, evaluate)                                # log line, best.pt, last.pt, signal
+    return run.report()
 
 
 def main(args: argparse.Namespace) -> dict[str, float]:
     """-> top-1 and top-5 accuracy of the best epoch on val/, in percent"""
-    run = common.Run(args)
-    config = dict(image_size=224, patch_size=args.patch_size, moe_blocks=[])
+    machine, checkpoint, sources = common.Machine(args), None, {}
+    config = dict(image_size=224, patch_size=args.patch_size or 16, moe_blocks=[])
     if args.checkpoint:
-        config = load_checkpoint(args.checkpoint)["encoder"]
+        checkpoint = load_checkpoint(args.checkpoint)
+        config = checkpoint["encoder"]
     image_size, patch_size = args.image_size or config["image_size"], config["patch_size"]
     if image_size % patch_size:
         raise UserError(f"--image-size {image_size} is not a multiple of the patch size {patch_size}")
@@ -152,15 +208,15 @@ def main(args: argparse.Namespace) -> dict[str, float]:
 
     common.seed_everything(args.seed)
     dropouts = dict(drop_path=args.drop_path, expert_dropout=expert_dropout)
-    if args.checkpoint:
-        encoder = load_encoder(args.checkpoint, grid=image_size // patch_size, **dropouts)
+    if checkpoint:
+        encoder = load_encoder(checkpoint, grid=image_size // patch_size, **dropouts)
+        sources = {f"the weights in {args.checkpoint}": digest(encoder)}
     else:
-        encoder = build_vit(args.model, image_size=image_size, patch_size=patch_size, **dropouts)
+        encoder = build_vit(args.model or "vit_base", image_size=image_size, patch_size=patch_size, **dropouts)
     common.freeze(encoder, recipe)
-    sources = {"checkpoint": common.digest(encoder)} if args.checkpoint else {}
-    classifier = Classifier(encoder, len(images.classes), args.pool).to(run.device)
-    return fit(args, run, classifier, encoder, images, val, sources, erase=True,
-               lr_scale=common.layer_scale(len(encoder.blocks), args.layer_decay))
+    classifier = Classifier(encoder, len(images.classes), args.pool).to(machine.device)
+    return fit(args, machine, encoder, classifier, images, val, sources, erase=True,
+               lr_scale=common.layerwise_lr(len(encoder.blocks), args.layer_decay))
 
 
 if __name__ == "__main__":

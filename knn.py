@@ -16,41 +16,38 @@ from tqdm import tqdm
 import common
 import data
 from common import UserError
-from model import ViT, load_encoder
+from checkpoint import load_encoder
+from model import ViT
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.make_parser(__doc__, batch_size=256, batches="images per batch of a process", seed=False,
+                            out="that of the first checkpoint")
     parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT",
                         help="of ExPLoRe, the authors' release or timm")
-    common.add_common_flags(parser, batch_size=256, batches="images per batch of a process", seed=False,
-                            out="default: that of the first checkpoint")
-    parser.add_argument("-k", type=int, default=20, help="neighbours that vote (default: %(default)s)")
+    parser.add_argument("-k", type=int, default=20, help="neighbors that vote (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.07, metavar="T",
-                        help="a neighbour's vote weighs exp(cosine / T) (default: %(default)s)")
-    return common.parse(parser, argv)
+                        help="a neighbor's vote weighs exp(cosine / T) (default: %(default)s)")
+    return common.parse(parser, argv, "knn")
 
 
 @torch.no_grad()
-def extract(encoder: ViT, images, args: argparse.Namespace, process: common.Process,
-            what: str) -> tuple[Tensor, Tensor]:
+def extract(encoder: ViT, images, batch_size: int, machine: common.Machine, what: str) -> tuple[Tensor, Tensor]:
     """[CLS] after the final norm, of unit length -> (features [M, D], labels [M]) of all, in every process.
 
     Processes share the batches; the order of the rows does not depend on how many there are.
     """
-    order = data.eval_order(len(images), args.batch_size, process.rank, process.world)
-    views = data.CentreViews(images, encoder.config["image_size"])
-    batches = data.load(views, order, args.workers, process.device)
-    features = torch.zeros(len(images), encoder.dim, device=process.device)
-    labels = torch.zeros(len(images), dtype=torch.long, device=process.device)
-    bar = tqdm(order, desc=what, unit="batch", leave=False, disable=not common.is_first())
-    for rows, batch in zip(bar, batches):
-        with process.autocast():
+    order = data.eval_order(len(images), batch_size, machine.rank, machine.world)
+    bar = tqdm(order, what, unit="batch", leave=False, disable=machine.rank > 0)
+    batches = data.load(data.CenterViews(images, encoder.config["image_size"]), bar, machine)
+    features = torch.zeros(len(images), encoder.dim, device=machine.device)
+    labels = torch.zeros(len(images), dtype=torch.long, device=machine.device)
+    for rows, batch in zip(order, batches):
+        with machine.autocast():
             tokens, _ = encoder(data.normalize(batch["image"] / 255))
         features[rows.start:rows.stop] = F.normalize(tokens[:, 0].float(), dim=1)
         labels[rows.start:rows.stop] = batch["label"]
-    return process.sum(features), process.sum(labels)      # the other processes' rows are zero here
+    return machine.sum(features), machine.sum(labels)      # the other processes' rows are zero here
 
 
 def classify(queries: Tensor, bank: Tensor, labels: Tensor, classes: int, k: int, temperature: float,
@@ -71,30 +68,31 @@ def classify(queries: Tensor, bank: Tensor, labels: Tensor, classes: int, k: int
 
 def main(args: argparse.Namespace) -> list[float]:
     """-> top-1 accuracy of each checkpoint, in percent"""
-    process, results = common.Process(args), {}
+    machine, results = common.Machine(args), {}
+    file = Path(args.out or Path(args.checkpoints[0]).parent, "knn.json")
+    if common.is_first():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        rows = json.loads(file.read_text()) if file.exists() else []
     for path in args.checkpoints:
-        encoder = load_encoder(path).to(process.device).eval()
-        image_size = encoder.config["image_size"]
-        bank, val = (data.open_images(args.data, split, image_size) for split in ("train", "val"))
+        encoder = load_encoder(path).to(machine.device).eval()
+        bank, val = (data.open_images(args.data, split, encoder.config["image_size"]) for split in ("train", "val"))
         if args.k > len(bank):
             raise UserError(f"-k {args.k}: there are only {len(bank)} training images in {args.data}")
-        if args.compile:
+        if machine.compile:
             encoder.compile()
-        bank_features, bank_labels = extract(encoder, bank, args, process, "bank")
-        features, labels = extract(encoder, val, args, process, "val")
-        mine = slice(process.rank, None, process.world)
-        predicted = classify(features[mine], bank_features, bank_labels, len(bank.classes), args.k,
-                             args.temperature)
-        results[path] = 100 * process.sum((predicted == labels[mine]).sum()).item() / len(labels)
+        bank_features, bank_labels = extract(encoder, bank, args.batch_size, machine, "bank")
+        features, labels = extract(encoder, val, args.batch_size, machine, "val")
+        mine = slice(machine.rank, None, machine.world)
+        predicted = classify(features[mine], bank_features, bank_labels, len(bank.classes), args.k, args.temperature)
+        results[path] = 100 * machine.sum((predicted == labels[mine]).sum()).item() / len(labels)
         if common.is_first():
             print(f"{results[path]:6.2f}%  {path}", flush=True)
-    if common.is_first():
-        if len(results) > 1:
-            best = max(results, key=results.get)
-            print(f"best: {results[best]:.2f}%  {best}")
-        out = Path(args.out or Path(args.checkpoints[0]).parent)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "knn.json").write_text(json.dumps(results, indent=1) + "\n")
+            what = {"checkpoint": path, "data": args.data, "k": args.k, "temperature": args.temperature}
+            rows = [row for row in rows if not what.items() <= row.items()] + [what | {"top1": results[path]}]
+            file.write_text(json.dumps(rows, indent=1) + "\n")
+    if common.is_first() and len(results) > 1:
+        best = max(results, key=results.get)
+        print(f"best: {results[best]:.2f}%  {best}")
     return list(results.values())
 
 

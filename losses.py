@@ -6,9 +6,8 @@ Shapes: B images, N patches, T tokens of the student with [CLS] first, E experts
 import math
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def token_loss(pred: Tensor, target: Tensor) -> Tensor:
@@ -92,58 +91,54 @@ def importance_loss(combine: Tensor) -> Tensor:
     return total.var(unbiased=False) / total.mean().square()
 
 
-OBJECTIVES = {
-    # name: per-patch loss or scalar; the patches that it is on in sparse and in dense encoding; the expert
-    # that weights them. `p` is the student's Prediction, `t` the teacher's tokens, as many as the student's.
-    # In sparse encoding, a loss on visible patches is [B, V], one on masked patches [B, N]
-    "token": (lambda p, t, images: token_loss(p.tokens[:, 1:].float(), t[:, 1:]), ("visible", "masked"), 0),
-    "cls": (lambda p, t, images: cls_loss(p.tokens[:, 0].float(), t[:, 0]), None, None),
-    "pixel": (lambda p, t, images: pixel_loss(p.pixels.float(), images, math.isqrt(p.pixels.shape[-1] // 3)),
-              ("masked", "masked"), 1),
-}
-
-
-def objectives(pred, targets: Tensor, images: Tensor, mask: Tensor, ids_keep: Tensor | None = None, *,
-               names=("token", "cls"), loss_block=None, loss_weights="dispatch", detach=False,
-               entropy_weights: Tensor | float = 5.0, entropy_on="dispatch", importance_weight=0.0):
-    """Eq. 8 -> (terms [K]: the losses without their weights w; the regularizers' sum; detached metrics).
+def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *, objectives=("token", "cls"),
+                   loss_block: int | list[int] | None = None, loss_weights: str = "dispatch",
+                   detach: bool = False, entropy_weights: Tensor | float = 5.0, entropy_on: str = "dispatch",
+                   importance_weight: float = 0.0) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Eq. 8 -> (losses [K] without their weights w, the sum of the regularizers, detached metrics).
 
     pred: the student's Prediction. targets [B, 1 + N, D]: the teacher's tokens of the whole image. images
-    [B, 3, S, S] in [0, 1]. mask [B, N], True where masked. ids_keep [B, V]: the patches that a sparse student
-    saw, in the order of its tokens; None for a dense one. `loss_block`: the MoE block whose weights count, or
+    [B, 3, S, S] in [0, 1]. mask [B, N], True where masked. `loss_block`: the MoE block whose weights count, or
     several, which are averaged (default: the last one). `entropy_weights`: lambda of Eq. 7, a scalar or [E].
     Without experts, a loss is the plain mean over its patches.
     """
     if targets.shape[1] != 1 + mask.shape[1]:
         raise ValueError(f"targets have {targets.shape[1]} tokens, but [CLS] and {mask.shape[1]} patches "
                          f"need {1 + mask.shape[1]}: leave out registers")
-    sparse, targets = ids_keep is not None, targets.float()
-    if sparse:
-        seen = F.pad(ids_keep + 1, (1, 0))[..., None]                         # [CLS], the visible patches
-        targets = targets.gather(1, seen.expand(-1, -1, targets.shape[-1]))
     blocks = [max(pred.routing, default=0)] if loss_block is None else loss_block
     blocks = [blocks] if isinstance(blocks, int) else blocks
     routings = [pred.routing[block] for block in blocks] if pred.routing else []
+    tokens, targets, masked = pred.tokens.float(), targets.float(), mask.float()
+    losses, metrics = {}, {}
 
-    terms, metrics = {}, {}
-    for name in names:
-        per_patch, patch_sets, expert = OBJECTIVES[name]
-        terms[name] = loss = per_patch(pred, targets, images)
-        if patch_sets is None:
-            continue
-        patch_set = patch_sets[0 if sparse else 1]
-        if patch_set == "masked":
-            chosen = mask.to(loss.dtype)                                      # 1 where the loss counts
-        else:
-            chosen = torch.ones_like(loss) if sparse else (~mask).to(loss.dtype)
-        terms[name] = metrics[f"{name}_unweighted"] = routed_mean(loss, chosen)
-        if routings and not (sparse and patch_set == "masked"):               # where they have no token
-            weight = torch.stack([patch_weights(r, expert, loss_weights, detach) for r in routings]).mean(0)
-            if loss_weights == "combine":                                     # not normalized: all can vanish
-                terms[name] = routed_mean(weight * loss, chosen)
+    def routed(name: str, loss: Tensor, patches: Tensor, expert: int | None) -> Tensor:
+        """A patch loss over `patches`, both [B, N], weighted by `expert`; None: unweighted."""
+        plain = mean = routed_mean(loss, patches)
+        if routings and expert is not None:
+            weights = [patch_weights(routing, expert, loss_weights, detach) for routing in routings]
+            weight = torch.stack(weights).mean(0)
+            if loss_weights == "combine":      # not normalized: all of them can vanish
+                mean = routed_mean(weight * loss, patches)
             else:
-                terms[name] = routed_mean(loss, weight * chosen)
-        metrics[f"{name}_ratio"] = terms[name] / metrics[f"{name}_unweighted"]
+                mean = routed_mean(loss, weight * patches)
+        metrics.update({f"{name}_unweighted": plain, f"{name}_ratio": mean / plain})
+        return mean
+
+    if "token" in objectives:      # on the patches that a sparse student sees, or that a dense one does not
+        if pred.ids_keep is None:
+            loss = token_loss(tokens[:, 1:], targets[:, 1:])
+            losses["token"] = routed("token", loss, masked, expert=0)
+        else:
+            ids = pred.ids_keep[..., None].expand(-1, -1, targets.shape[-1])
+            loss = token_loss(tokens[:, 1:], targets[:, 1:].gather(1, ids))
+            losses["token"] = routed("token", loss, torch.ones_like(loss), expert=0)
+
+    if "cls" in objectives:
+        losses["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
+
+    if "pixel" in objectives:      # on masked patches, which have no dispatch weight in sparse encoding
+        loss = pixel_loss(pred.pixels.float(), images, math.isqrt(pred.pixels.shape[-1] // 3))
+        losses["pixel"] = routed("pixel", loss, masked, expert=1 if pred.ids_keep is None else None)
 
     regularizer = targets.new_zeros(())
     if routings:
@@ -157,70 +152,5 @@ def objectives(pred, targets: Tensor, images: Tensor, mask: Tensor, ids_keep: Te
         metrics["entropy"] = dispatch_entropy(dispatch.flatten(0, 1))
         metrics["dispatch_cv"] = variation(dispatch.mean(0)[:, 1:])
         metrics["cls_share"] = dispatch[:, :, 0].mean((0, 1))
-    return torch.stack([*terms.values()]), regularizer, {k: v.detach() for k, v in (metrics | terms).items()}
-
-
-# --------------------------------------------------------- global balancing of objectives, the baselines
-
-class Static(nn.Module):
-    """Fixed weights [K] of the objectives: 1, w_cls, w_pixel."""
-
-    def __init__(self, weights: Tensor):
-        super().__init__()
-        self.register_buffer("weights", weights)
-
-    def forward(self, step: int, terms: Tensor) -> Tensor:
-        """The weights [K] of the losses `terms` [K]; called for each micro-batch of a step."""
-        return self.weights
-
-    def update(self):
-        """Called at the end of a step."""
-
-
-class RandomLossWeighting(Static):
-    """RLW: the softmax of normals drawn by (seed, step): the same in every process and when resumed."""
-
-    def __init__(self, weights: Tensor, seed: int):
-        super().__init__(weights)
-        self.seed = seed
-
-    def forward(self, step: int, terms: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        return self.weights.copy_(torch.randn(len(terms), generator=generator).softmax(0), non_blocking=True)
-
-
-class GradNorm(Static):
-    """GradNorm: weights [K], learned so that all objectives train at like rates.
-
-    With G_k the norm of objective k's weighted gradient at the `shared` layer, and r_k its loss relative to
-    its first, divided by the mean of that over objectives, each weight descends on
-    |G_k - mean(G) r_k ** alpha|, the target held fixed; then the weights are renormalized to sum to K.
-    """
-
-    def __init__(self, weights: Tensor, shared: nn.Module, alpha: float, lr: float, scaler):
-        super().__init__(torch.ones_like(weights))
-        self.register_buffer("first", torch.zeros_like(weights))
-        self.shared, self.alpha, self.lr, self.scaler = [*shared.parameters()], alpha, lr, scaler
-        self.collected = []                                                 # [K, loss and gradient] each
-
-    def forward(self, step: int, terms: Tensor) -> Tensor:
-        scale = self.scaler.scale(torch.ones_like(terms[0]))                # FP16 would lose small gradients
-        rows = [(scale * term.detach(), *torch.autograd.grad(scale * term, self.shared, retain_graph=True))
-                for term in terms]
-        rows = [torch.cat([part.flatten() for part in row]) for row in rows]
-        self.collected.append(torch.stack(rows) / scale)
-        return self.weights
-
-    def update(self):
-        means = torch.stack(self.collected).mean(0)                         # over the whole batch
-        if dist.is_initialized():
-            dist.all_reduce(means)
-            means /= dist.get_world_size()
-        losses, norms, self.collected = means[:, 0], means[:, 1:].norm(dim=1), []
-        unknown = (self.first == 0) & losses.isfinite()
-        self.first.copy_(torch.where(unknown, losses, self.first))
-        rate, weighted = losses / self.first, self.weights * norms
-        target = weighted.mean() * (rate / rate.mean()) ** self.alpha
-        stepped = (self.weights - self.lr * torch.sign(weighted - target) * norms).clamp_min(1e-3)
-        stepped = stepped * len(stepped) / stepped.sum()
-        self.weights.copy_(torch.where(stepped.isfinite().all(), stepped, self.weights))
+    metrics = {name: value.detach() for name, value in (metrics | losses).items()}
+    return torch.stack(list(losses.values())), regularizer, metrics

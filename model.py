@@ -1,17 +1,10 @@
-"""The models of ExPLoRe: a ViT with Soft-MoE blocks, the student around it and its frozen teachers.
-
-Needs nothing but torch when it is imported; open_clip is imported where a CLIP teacher is built.
+"""The model of ExPLoRe: a ViT with Soft-MoE blocks, and the student around it. Needs nothing but torch.
 
 Shapes: B images, N patches, V visible patches, T = 1 + N or 1 + V tokens with [CLS] first, D width,
 E experts, H hidden width. A boolean `mask` is True where a patch is masked.
 """
 
-import argparse
-import logging
 import math
-import re
-import zipfile
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -81,7 +74,8 @@ class SoftMoE(nn.Module):
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(d)) v of each head: [B, heads, T, d] each -> the same."""
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16:      # four times as fast there as PyTorch's own
+    # faster than PyTorch's own on CPUs with bf16 units, by a quarter of a ViT-B/16's training step
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return (q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(-1) @ v
     return F.scaled_dot_product_attention(q, k, v)
 
@@ -249,16 +243,6 @@ def gather_patches(x: Tensor, ids: Tensor) -> Tensor:
     return x.gather(1, ids[..., None].expand(-1, -1, x.shape[-1]))
 
 
-def shuffle_visible(mask: Tensor, noise: Tensor, visible: int) -> tuple[Tensor, Tensor]:
-    """Shuffles an image's patches and drops the masked ones, for sparse encoding.
-
-    mask [B, N], with `visible` patches of each image not masked, and noise [B, N] in [0, 1) -> ids_keep
-    [B, V], the patches to keep, and ids_restore [B, N], the position of patch i in "kept, then masked".
-    """
-    order = torch.argsort(mask + noise, dim=1)      # the paper's pi: visible patches, below 1, come first
-    return order[:, :visible], torch.argsort(order, dim=1)
-
-
 def build_vit(name: str, **overrides) -> ViT:
     """A ViT by its name in PRESETS, at 224 px and patch 16 unless overridden."""
     if name not in PRESETS:
@@ -297,20 +281,17 @@ class PixelDecoder(nn.Module):
         self.pixels = nn.Linear(dim, 3 * encoder.patch_size ** 2)
         init_weights(self)
 
-    def forward(self, patches, ids_restore=None, mask=None) -> Tensor:
-        """-> pixels of all patches in spatial order [B, N, 3 * patch_size ** 2].
+    def forward(self, patches: Tensor, ids_keep: Tensor | None, mask: Tensor) -> Tensor:
+        """-> pixels of all patches [B, N, 3 * patch_size ** 2].
 
-        Sparse: patches [B, V, D] of the visible patches and ids_restore [B, N] from `shuffle_visible`.
-        Dense: patches [B, N, D] of all, and mask [B, N].
+        Sparse: patches [B, V, D], those that ids_keep [B, V] names. Dense: all patches [B, N, D], and None.
+        Mask tokens take the place of the others, mask [B, N].
         """
         x = self.embed(patches)
-        mask_token = self.mask_token.to(x.dtype)
-        if mask is None:      # kept tokens, then mask tokens, then each to its place
-            missing = mask_token.expand(len(x), ids_restore.shape[1] - x.shape[1], -1)
-            x = gather_patches(torch.cat([x, missing], dim=1), ids_restore)
-        else:
-            x = torch.where(mask[..., None], mask_token, x)
-        x = x + self.pos_embed
+        if ids_keep is not None:
+            everywhere = x.new_zeros(*mask.shape, x.shape[-1])
+            x = everywhere.scatter(1, ids_keep[..., None].expand_as(x), x)
+        x = torch.where(mask[..., None], self.mask_token.to(x.dtype), x) + self.pos_embed
         for block in self.blocks:
             x, _ = block(x)
         return self.pixels(self.norm(x))
@@ -320,17 +301,21 @@ class Prediction(NamedTuple):
     tokens: Tensor                  # of the teacher's tokens [B, T, Dt], [CLS] first
     pixels: Tensor | None           # of all patches [B, N, 3 * patch_size ** 2], where there is a decoder
     routing: dict[int, Routing]     # of each MoE block
+    ids_keep: Tensor | None         # the visible patches [B, V], in the order of `tokens`; None if dense
 
 
 class Explore(nn.Module):
     """The student: a ViT, one linear head on every token to the teacher's width, and a decoder for pixels.
 
-    Dense encoding has a mask token, which is not part of the encoder that later stages load.
+    Sparse encoding processes the visible patches alone, as MAE does. Dense encoding processes all, with a mask
+    token in place of the masked ones, as BEiT does; that token is not part of the encoder.
     """
 
-    def __init__(self, encoder: ViT, teacher_dim: int, dense: bool = False, pixels: bool = False):
+    def __init__(self, encoder: ViT, teacher_dim: int, mask_ratio: float = 0.4, dense: bool = False,
+                 pixels: bool = False):
         super().__init__()
-        self.encoder = encoder
+        self.encoder, self.sparse = encoder, not dense
+        self.visible = encoder.grid ** 2 - int(mask_ratio * encoder.grid ** 2)
         self.head = nn.Linear(encoder.dim, teacher_dim)
         self.mask_token = nn.Parameter(torch.empty(1, 1, encoder.dim)) if dense else None
         init_weights(self.head)
@@ -338,200 +323,13 @@ class Explore(nn.Module):
             nn.init.trunc_normal_(self.mask_token, std=0.02)
         self.decoder = PixelDecoder(encoder) if pixels else None
 
-    def forward(self, images, mask, ids_keep=None, ids_restore=None) -> Prediction:
-        """images [B, 3, S, S], mask [B, N]. Sparse encoding also takes the two parts of `shuffle_visible`."""
-        if self.mask_token is None:
+    def forward(self, images: Tensor, mask: Tensor) -> Prediction:
+        """images [B, 3, S, S]; mask [B, N], the same number of patches masked in each image"""
+        if self.sparse:      # the visible patches come first
+            ids_keep = mask.int().argsort(dim=1, stable=True)[:, :self.visible]
             tokens, routing = self.encoder(images, ids_keep)
-            pixels = self.decoder and self.decoder(tokens[:, 1:], ids_restore)
         else:
+            ids_keep = None
             tokens, routing = self.encoder(images, mask=mask, mask_token=self.mask_token)
-            pixels = self.decoder and self.decoder(tokens[:, 1:], mask=mask)
-        return Prediction(self.head(tokens), pixels, routing)
-
-
-class LoadError(ValueError):
-    """A teacher or checkpoint that cannot be loaded. The message names it and says why, in one line."""
-
-
-# ---------------------------------------------------------------------------------------------- teachers
-
-class Teacher(nn.Module):
-    """A frozen model whose tokens are the targets: square images in [0, 1] of any size -> [B, 1 + N, dim].
-
-    It resizes images so that its patch grid is the student's, and normalizes them its own way.
-    """
-
-    def __init__(self, image_size: int, dim: int, mean: tuple, std: tuple):
-        super().__init__()
-        self.image_size, self.dim = image_size, dim
-        self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(std).view(3, 1, 1), persistent=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        if images.shape[-1] != self.image_size:
-            images = F.interpolate(images, (self.image_size, self.image_size), mode="bicubic", antialias=True)
-        return self.tokens((images.clamp(0, 1).to(self.mean.dtype) - self.mean) / self.std)
-
-
-class ClipTeacher(Teacher):
-    """CLIP's ViT from open_clip: tokens after its last block, before `ln_post` and the projection.
-
-    `pretrained` is an open_clip tag, a file or "random" (always the same weights, for tests and benchmarks).
-    `grid` is the student's number of patches along a side.
-    """
-
-    def __init__(self, name: str, pretrained: str, grid: int):
-        import open_clip
-        # OpenAI's weights need QuickGELU; with another activation every target would silently be wrong. A tag
-        # says so; a file does not: there the model's name has to, as in ViT-B-16-quickgelu.
-        quick_gelu = open_clip.get_pretrained_cfg(name, pretrained).get("quick_gelu", False)
-        if name not in open_clip.list_models():
-            raise LoadError(f"teacher {name}/{pretrained}: no such file, and open_clip has no model {name}")
-        patch_size = open_clip.get_model_config(name)["vision_cfg"].get("patch_size") or 1
-        logging.disable(logging.ERROR)      # open_clip and the hub log what they also raise
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                visual = open_clip.create_model(name, None if pretrained == "random" else pretrained,
-                                                force_image_size=grid * patch_size,
-                                                force_quick_gelu=quick_gelu).visual
-        except Exception as error:          # the model, the tag, the file, the network: open_clip says which
-            hint = f"; these weights as a file are {name}-quickgelu/FILE" if quick_gelu else ""
-            raise LoadError(f"teacher {name}/{pretrained}: {first_line(error)}{hint}") from error
-        finally:
-            logging.disable(logging.NOTSET)
-        if not isinstance(visual, open_clip.transformer.VisionTransformer):
-            raise LoadError(f"teacher {name}: it is not a vision transformer with a [CLS] token")
-        mean, std = visual.preprocess_cfg["mean"], visual.preprocess_cfg["std"]
-        super().__init__(grid * patch_size, visual.conv1.out_channels, mean, std)
-        self.visual = visual
-
-    def tokens(self, images: Tensor) -> Tensor:
-        last = self.visual.forward_intermediates(images, indices=1, intermediates_only=True,
-                                                 output_fmt="NLC", output_extra_tokens=True)
-        return torch.cat([last["image_intermediates_prefix"][0], last["image_intermediates"][0]], dim=1)
-
-
-class EncoderTeacher(Teacher):
-    """An encoder from any checkpoint that `load_encoder` reads: its tokens after the final norm."""
-
-    def __init__(self, path: str, grid: int):
-        encoder = load_encoder(path, grid=grid)
-        super().__init__(grid * encoder.patch_size, encoder.dim, IMAGENET_MEAN, IMAGENET_STD)
-        self.encoder = encoder
-
-    def tokens(self, images: Tensor) -> Tensor:
-        return self.encoder(images)[0]
-
-
-def build_teacher(name: str, grid: int) -> Teacher:
-    """`name`: a checkpoint file or open_clip's MODEL/PRETRAINED, split at the first "/". Raises LoadError."""
-    if Path(name).is_file():
-        teacher = EncoderTeacher(name, grid)
-    elif "/" in name:
-        teacher = ClipTeacher(*name.split("/", 1), grid)
-    else:
-        raise LoadError(f"teacher {name}: neither a file nor an open_clip MODEL/PRETRAINED (ViT-B-16/openai)")
-    return teacher.eval().requires_grad_(False)
-
-
-# ------------------------------------------------------------------------------------------- checkpoints
-
-HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1280: 16}      # by width: state dicts do not say
-NOT_ENCODER = re.compile(r"\w*head|decoder|mask_token|fc_norm|pre_logits|predictor|projector")
-
-
-def load_checkpoint(path: str | Path) -> dict:
-    """Loads a checkpoint -> a dict of "model" (the state dict; the encoder's names begin with "encoder."),
-    "encoder" (the arguments of `ViT`) and "args".
-
-    ViT weights with timm's names (timm, DeiT, MAE) and the authors' release are converted. Raises LoadError
-    for anything else, and for a file that holds more than tensors, numbers, strings and argparse's Namespace:
-    its code is never run.
-    """
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):      # which DeiT's and MAE's files have
-            file = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        return file if {"model", "encoder", "args"} <= file.keys() else convert_foreign(file)
-    except Exception as error:      # missing, cut off, with code inside, of another model: a dozen kinds
-        message = f"{path} is neither an ExPLoRe checkpoint nor a timm-style ViT ({first_line(error)})"
-        raise LoadError(message) from error
-
-
-def convert_foreign(file: dict) -> dict:
-    """Other people's ViT weights -> the form of our checkpoints. Raises ValueError where they do not fit.
-
-    Heads and decoders are left out; any other tensor that our encoder has no place for refuses the file, for
-    without it the features would silently be wrong.
-    """
-    weights = file.get("model", file.get("state_dict", file))
-    state = {name.removeprefix("module."): x for name, x in weights.items() if isinstance(x, Tensor)}
-    if any(name.startswith("student.") for name in state):      # the release keeps other networks beside it
-        state = {name.removeprefix("student."): x for name, x in state.items() if name.startswith("student.")}
-    state = {name: x for name, x in state.items() if not NOT_ENCODER.match(name)}
-    missing = {"patch_embed.proj.weight", "pos_embed", "cls_token", "norm.weight"} - state.keys()
-    if missing:
-        raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-
-    dim, _, patch_size, _ = state["patch_embed.proj.weight"].shape
-    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-    moe_blocks = [i for i in range(depth) if f"blocks.{i}.mlp.phi" in state]
-    experts = state[f"blocks.{moe_blocks[0]}.mlp.phi"].reshape(dim, -1).shape[1] if moe_blocks else 0
-    heads = file.get("heads", HEADS.get(dim))
-    if not heads:
-        raise ValueError(f"nothing says how many attention heads an encoder of width {dim} has: save it as "
-                         "{'model': state_dict, 'heads': NUMBER}")
-    config = dict(image_size=math.isqrt(state["pos_embed"].shape[1] - 1) * patch_size, patch_size=patch_size,
-                  dim=dim, depth=depth, heads=heads, experts=experts, moe_blocks=moe_blocks)
-    for i in range(depth):
-        at = f"blocks.{i}."
-        for ours, theirs in (("ls1.gamma", "gamma_1"), ("ls2.gamma", "gamma_2")):      # no LayerScale: ones
-            state[at + ours] = state.pop(at + theirs, state.get(at + ours, torch.ones(dim)))
-        if at + "attn.q_bias" in state:                                                # keys without a bias
-            q, v = state.pop(at + "attn.q_bias"), state.pop(at + "attn.v_bias")
-            state[at + "attn.qkv.bias"] = torch.cat([q, torch.zeros_like(q), v])
-        if i in moe_blocks:
-            state[at + "mlp.phi"] = state[at + "mlp.phi"].reshape(dim, experts)
-            state[at + "mlp.scale"] = state[at + "mlp.scale"].reshape(())
-        for n in (1, 2) if at + "mlp.experts.0.fc1.weight" in state else ():
-            layers = [at + f"mlp.experts.{e}.fc{n}." for e in range(experts)]
-            state[at + f"mlp.w{n}"] = torch.stack([state.pop(layer + "weight").T for layer in layers])
-            state[at + f"mlp.b{n}"] = torch.stack([state.pop(layer + "bias") for layer in layers])
-    with torch.device("meta"):
-        strays = sorted(state.keys() - ViT(**config).state_dict().keys())
-    if strays:
-        raise ValueError(f"{', '.join(strays[:3])} has no place in our encoder")
-    return {"model": {f"encoder.{name}": x for name, x in state.items()}, "encoder": config, "args": {}}
-
-
-def load_encoder(path: str | Path, grid: int | None = None, **dropouts) -> ViT:
-    """The encoder of a checkpoint (see `load_checkpoint`). `grid` resizes its position embeddings to as many
-    patches a side; `dropouts` are ViT's drop_path and expert_dropout. Raises LoadError.
-    """
-    checkpoint = load_checkpoint(path)
-    config, weights = dict(checkpoint["encoder"]), checkpoint["model"]
-    state = {name.removeprefix("encoder."): x for name, x in weights.items() if "encoder." in name}
-    if grid is not None and "pos_embed" in state:
-        config["image_size"] = grid * config["patch_size"]
-        state["pos_embed"] = resize_pos_embed(state["pos_embed"], grid)
-    encoder = ViT(**config, **dropouts)
-    try:
-        encoder.load_state_dict(state)
-    except RuntimeError as error:
-        raise LoadError(f"{path}: {' '.join(str(error).split())[:400]}") from error
-    return encoder
-
-
-def resize_pos_embed(pos_embed: Tensor, grid: int) -> Tensor:
-    """pos_embed [1, 1 + M * M, D] -> [1, 1 + grid * grid, D], bicubic; [CLS] keeps its own."""
-    cls, patches = pos_embed[:, :1], pos_embed[:, 1:]
-    old = math.isqrt(patches.shape[1])
-    if old == grid:
-        return pos_embed
-    patches = patches.unflatten(1, (old, old)).permute(0, 3, 1, 2)
-    patches = F.interpolate(patches, (grid, grid), mode="bicubic", antialias=True, align_corners=False)
-    return torch.cat([cls, patches.flatten(2).transpose(1, 2)], dim=1)
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:300] or type(error).__name__
+        pixels = self.decoder(tokens[:, 1:], ids_keep, mask) if self.decoder else None
+        return Prediction(self.head(tokens), pixels, routing, ids_keep)

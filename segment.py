@@ -11,33 +11,141 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
-from torchvision.transforms.v2.functional import to_pil_image
+from torch.utils.data import Dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as TF
+from tqdm import tqdm
 
 import common
 import data
-from common import UserError
-from model import ViT, load_checkpoint, load_encoder
+from checkpoint import digest, load_checkpoint, load_encoder
+from common import FileError, UserError
+from model import IMAGENET_MEAN, ViT
+from shapes import Shapes
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.make_parser(__doc__, batch_size=16)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="of ExPLoRe, the authors' release or timm")
-    common.add_common_flags(parser, batch_size=16)
     common.add_trainer_flags(parser, unit="iterations", length=160_000, warmup=1500, lr=8e-5, min_lr=0.0,
                              weight_decay=0.05, clip_grad=0.0, drop_path=0.1)
     common.add_recipe_flags(parser, layer_decay=0.85)
-    group = parser.add_argument_group("segmentation")
-    group.add_argument("--crop-size", type=int, default=512, help="of training crops and evaluation windows, "
-                       "whose stride is two thirds of it (default: %(default)s)")
-    group.add_argument("--classes", type=int, metavar="N", help="classes 1 to N of the annotations, 0 is "
-                       "ignored (default: ADE20K's 150; 11 of shapes)")
-    group.add_argument("--width", type=int, default=768, help="of UperNet (default: %(default)s)")
-    group.add_argument("--eval-only", action="store_true", help="evaluate best.pt in --out and stop")
-    args = common.parse(parser, argv, "segment")
-    args.classes = args.classes or (11 if args.data == "shapes" else 150)
-    return args
+    add = parser.add_argument_group("segmentation").add_argument
+    add("--crop-size", type=int, default=512, metavar="N",
+        help="of training crops and evaluation windows, whose stride is two thirds of it (default: %(default)s)")
+    add("--classes", type=int, metavar="N",
+        help="classes 1 to N of the annotations, 0 is ignored (default: ADE20K's 150; 11 of shapes)")
+    add("--width", type=int, default=768, metavar="N", help="of UperNet (default: %(default)s)")
+    return common.parse(parser, argv, "segment")
+
+
+# -------------------------------------------------------------------------------------------------- data
+
+class Scenes:
+    """ADE20K's layout: ROOT/images/SPLIT/NAME.jpg, ROOT/annotations/SPLIT/NAME.png with a class per pixel.
+
+    Index it for (uint8 [3, H, W], 0). `annotation(index)` is uint8 [H, W] of classes from 1, 0 is ignored.
+    """
+
+    def __init__(self, root: str, split: str):
+        files = Path(root, "images", split).glob("*")
+        self.paths = sorted(path for path in files if path.suffix.lower() in IMG_EXTENSIONS)
+        self.annotations = [Path(root, "annotations", split, path.stem + ".png") for path in self.paths]
+        if not self.paths:
+            raise UserError(f"--data {root}: no image in {root}/images/{split}; expected ADE20K's layout, "
+                            f"images/{split}/*.jpg and annotations/{split}/*.png")
+
+    def __len__(self):
+        return len(self.paths)
+
+    def names(self) -> list[str]:
+        return [path.name for path in self.paths]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return data.read_image(self.paths[index]), 0
+
+    def annotation(self, index: int) -> Tensor:
+        try:
+            picture = Image.open(self.annotations[index])
+            if picture.mode not in ("L", "P"):
+                raise ValueError(f"mode {picture.mode}; expected one 8-bit class for each pixel")
+            return torch.from_numpy(np.array(picture))
+        except Exception as error:
+            raise FileError(f"cannot read the annotation {self.annotations[index]} ({error})") from error
+
+
+class SceneViews(Dataset):
+    """Segmentation views of `scenes` (Scenes or Shapes) with classes 1 to `classes`, 0 ignored.
+
+    Training, indexed by (epoch, index): a dict of image uint8 [3, crop, crop], annotation uint8 [crop, crop],
+    augmented as by mmsegmentation: random scale 0.5 to 2, crop, flip and photometric distortion.
+    Evaluation, indexed by index: image uint8 [3, h, w], its shorter side at `crop`, annotation uint8 [H, W].
+    """
+
+    def __init__(self, scenes, crop: int, classes: int, seed: int = 0):
+        self.scenes, self.crop, self.classes, self.seed = scenes, crop, classes, seed
+
+    def __len__(self):
+        return len(self.scenes)
+
+    def __getitem__(self, key) -> dict:
+        index = key[1] if isinstance(key, tuple) else key
+        (image, _), annotation = self.scenes[index], self.scenes.annotation(index)
+        if annotation.shape != image.shape[1:] or annotation.max() > self.classes:
+            name = self.scenes.annotations[index] if isinstance(self.scenes, Scenes) else index
+            raise FileError(f"the annotation {name} has shape {tuple(annotation.shape)}, its image "
+                            f"{tuple(image.shape[1:])}; its classes end at {annotation.max()}, --classes is "
+                            f"{self.classes}")
+        if not isinstance(key, tuple):
+            image = TF.resize(image, self.crop, interpolation=InterpolationMode.BICUBIC, antialias=True)
+            return dict(image=image, annotation=annotation)
+        rng = np.random.default_rng((self.seed, *key))
+        annotation, short = annotation[None], max(1, round(self.crop * rng.uniform(0.5, 2)))
+        image = TF.resize(image, short, interpolation=InterpolationMode.BILINEAR, antialias=True)
+        annotation = TF.resize(annotation, image.shape[1:], interpolation=InterpolationMode.NEAREST)
+        top, left = scene_crop(rng, annotation, self.crop)
+        image, annotation = (x[:, top:top + self.crop, left:left + self.crop] for x in (image, annotation))
+        if rng.random() < 0.5:
+            image, annotation = image.flip(-1), annotation.flip(-1)
+        image = photometric_distortion(rng, image)
+        padding = [0, 0, self.crop - image.shape[2], self.crop - image.shape[1]]
+        image = TF.pad(image, padding, fill=[round(255 * x) for x in IMAGENET_MEAN])      # 0 to the model
+        return dict(image=image, annotation=TF.pad(annotation, padding, fill=0)[0])
+
+
+def scene_crop(rng: np.random.Generator, annotation: Tensor, crop: int) -> tuple[int, int]:
+    """Top and left of a random crop, redrawn up to ten times if one class has 75 % of its labeled pixels."""
+    _, height, width = annotation.shape
+    for _ in range(11):
+        top, left = int(rng.integers(max(0, height - crop) + 1)), int(rng.integers(max(0, width - crop) + 1))
+        pixels = annotation[:, top:top + crop, left:left + crop].flatten().bincount(minlength=2)[1:]
+        if pixels.max() < 0.75 * pixels.sum():
+            break
+    return top, left
+
+
+def photometric_distortion(rng: np.random.Generator, image: Tensor) -> Tensor:
+    """Brightness, contrast, saturation and hue, each with probability 0.5. uint8 [3, H, W] -> the same.
+
+    Brightness is an offset of 32 at most, contrast a factor of 0.5 to 1.5, before or after saturation and
+    hue: in HSV, a factor of 0.5 to 1.5 and a turn of 0.1 at most.
+    """
+    def draw(low: float, high: float, nothing: float) -> float:
+        return rng.uniform(low, high) if rng.random() < 0.5 else nothing
+
+    offset, contrast, contrast_first = draw(-32, 32, 0.0), draw(0.5, 1.5, 1.0), rng.random() < 0.5
+    saturation, turn = draw(0.5, 1.5, 1.0), draw(-0.1, 0.1, 0.0)
+    x = (image + offset).clamp(0, 255)
+    x = (x * contrast).clamp(0, 255) if contrast_first else x
+    if (saturation, turn) != (1.0, 0.0):
+        h, s, v = TF.to_pil_image(x.to(torch.uint8)).convert("HSV").split()
+        h = h.point(lambda value: round(value + 256 * turn) % 256)
+        s = s.point(lambda value: min(255, round(value * saturation)))
+        x = TF.pil_to_tensor(Image.merge("HSV", (h, s, v)).convert("RGB"))
+    return (x if contrast_first else (x * contrast).clamp(0, 255)).to(torch.uint8)
 
 
 # ------------------------------------------------------------------------------------------------- model
@@ -94,11 +202,6 @@ def feature_blocks(depth: int) -> list[int]:
     return [round(depth * (block + 1) / 12) - 1 for block in (3, 5, 7, 11)]
 
 
-def images_at_once(micro_batch: int, world: int, device: torch.device) -> int:
-    """How many images UperNet's BatchNorm sees: on GPUs, where it is synchronized, those of all processes."""
-    return micro_batch * world if device.type == "cuda" else micro_batch
-
-
 class Segmenter(nn.Module):
     """images [B, 3, crop, crop] -> UperNet's two logits"""
 
@@ -150,107 +253,77 @@ def scores(matrix: Tensor) -> dict[str, float]:
             "pixel_accuracy": 100 * (hit.sum() / matrix.sum()).item()}
 
 
-def colours(classes: int) -> Tensor:
-    """A colour for each class from 1, black for 0. -> uint8 [1 + C, 3]"""
-    hues = [255 * (0.35 + 0.65 * data.hue_to_rgb(i * 0.618 % 1)) * (1 - 0.15 * (i % 3))
-            for i in range(classes)]
-    return torch.from_numpy(np.stack([np.zeros(3), *hues])).to(torch.uint8)
-
-
 @torch.no_grad()
-def evaluate(model: Segmenter, views: data.SceneViews, args: argparse.Namespace,
-             process: common.Process) -> dict:
-    """-> scores over all of `views` and all processes, by sliding windows.
-
-    The first process also draws segmentation.png of four of its images: picture, truth, prediction.
-    """
+def evaluate(model: Segmenter, views: SceneViews, machine: common.Machine) -> dict[str, float]:
+    """-> scores over all of `views` and all processes, by sliding windows"""
     model.eval()
-    process.share_buffers(model)
-    crop, stride = args.crop_size, max(1, round(args.crop_size * 341 / 512))
-    matrix = torch.zeros(args.classes, args.classes, dtype=torch.long, device=process.device)
-    rows, palette = [], colours(args.classes)
-    order = data.eval_order(len(views), 1, process.rank, process.world)
-    for i, batch in enumerate(data.load(views, order, args.workers, process.device)):
-        with process.autocast():
+    machine.share_buffers(model)
+    crop, matrix = views.crop, torch.zeros(views.classes, views.classes, dtype=torch.long, device=machine.device)
+    order = data.eval_order(len(views), 1, machine.rank, machine.world)
+    for batch in data.load(views, tqdm(order, "val", leave=False, disable=machine.rank > 0), machine):
+        with machine.autocast():
             logits = sliding_window(lambda x: resize(model(x)[0].float(), (crop, crop)),
-                                    data.normalize(batch["image"] / 255), crop, stride)
+                                    data.normalize(batch["image"] / 255), crop, max(1, round(crop * 341 / 512)))
         annotation = batch["annotation"][0]
-        predicted = resize(logits, annotation.shape)[0].argmax(0)
-        matrix += confusion(predicted, annotation, args.classes)
-        if i % max(1, len(order) // 4) == 0 and len(rows) < 4:
-            tiles = [palette[x.long().cpu()].permute(2, 0, 1) for x in (annotation, predicted + 1)]
-            tiles = [F.interpolate(tile[None], (192, 256))[0] for tile in (batch["image"][0].cpu(), *tiles)]
-            rows.append(torch.cat(tiles, dim=2))
+        matrix += confusion(resize(logits, annotation.shape)[0].argmax(0), annotation, views.classes)
     model.train()
-    if common.is_first() and rows:
-        to_pil_image(torch.cat(rows, dim=1)).save(Path(args.out, "segmentation.png"))
-    return scores(process.sum(matrix))
+    return scores(machine.sum(matrix))
 
 
 def main(args: argparse.Namespace) -> dict[str, float]:
     """-> the scores of the best evaluation"""
-    run = common.Run(args)
-    config = load_checkpoint(args.checkpoint)["encoder"]
-    patch_size = config["patch_size"]
-    if args.crop_size % patch_size:
-        raise UserError(f"--crop-size {args.crop_size} is not a multiple of the patch size {patch_size}")
-    recipe, expert_dropout = common.choose_recipe(args, has_experts=bool(config["moe_blocks"]))
+    machine, checkpoint = common.Machine(args), load_checkpoint(args.checkpoint)
+    crop, patch_size = args.crop_size, checkpoint["encoder"]["patch_size"]
+    if crop % patch_size:
+        raise UserError(f"--crop-size {crop} is not a multiple of the patch size {patch_size}")
+    recipe, expert_dropout = common.choose_recipe(args, has_experts=bool(checkpoint["encoder"]["moe_blocks"]))
     if args.data == "shapes":
-        scenes, val = (data.Shapes(split, args.crop_size) for split in ("train", "val"))
+        scenes, val = (Shapes(split, crop) for split in ("train", "val"))
     else:
-        scenes, val = (data.Scenes(args.data, split) for split in ("training", "validation"))
-    micro_batch, micro_steps, epoch_steps = common.sizes(args, run.world, len(scenes))
-    steps, warmup = common.schedule(args, epoch_steps)
-    if images_at_once(micro_batch, run.world, run.device) == 1:
-        raise UserError("--micro-batch 1: UperNet's BatchNorm needs at least 2 images (on GPUs over all "
-                        "processes, on a CPU in each)")
-    views = data.SceneViews(scenes, args.crop_size, args.classes, args.seed)
-    val_views = data.SceneViews(val, args.crop_size, args.classes)
+        scenes, val = (Scenes(args.data, split) for split in ("training", "validation"))
+    classes = args.classes or (11 if args.data == "shapes" else 150)
+    views, val_views = SceneViews(scenes, crop, classes, args.seed), SceneViews(val, crop, classes)
+    plan = common.make_plan(args, machine.world, len(scenes))
+    if plan.micro_batch == 1:
+        raise UserError("--micro-batch 1: UperNet's BatchNorm needs at least 2 images")
 
     common.seed_everything(args.seed)
-    encoder = load_encoder(args.checkpoint, grid=args.crop_size // patch_size, drop_path=args.drop_path,
-                           expert_dropout=expert_dropout)
+    encoder = load_encoder(checkpoint, grid=crop // patch_size, drop_path=args.drop_path, expert_dropout=expert_dropout)
     common.freeze(encoder, recipe)
-    sources = {"checkpoint": common.digest(encoder), "data": data.digest(scenes, val)}
-    model = Segmenter(encoder, args.classes, args.width).to(run.device)
-    if args.eval_only:
-        run.load_best(model, sources)
-        return run.report("best.pt:", evaluate(model, val_views, args, run))
-
+    sources = {f"the weights in {args.checkpoint}": digest(encoder), data.NAMES: data.digest(scenes, val)}
+    model = Segmenter(encoder, classes, args.width).to(machine.device)
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999),
-                             common.layer_scale(len(encoder.blocks), args.layer_decay))
-    first = run.resume(encoder.config, epoch_steps, sources, model=model, optimizer=optimizer)
-    last = min(steps, args.max_steps or steps)
-    if run.world > 1 and run.device.type == "cuda":
+                             common.layerwise_lr(len(encoder.blocks), args.layer_decay))
+    run = common.Run(args, machine, plan, encoder.config, sources, model=model, optimizer=optimizer)
+    run.announce(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters",
+                 f"{len(scenes)} images of {classes} classes")
+    if machine.world > 1 and machine.device.type == "cuda":
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if args.compile:
+    if machine.compile:
         model.compile()
-    parallel = run.parallel(model).train()
+    parallel = machine.parallel(model).train()
+    batches = data.train_batches(views, len(scenes), run)
 
-    order = data.train_order(len(scenes), args.batch_size, micro_batch, args.seed, first, last,
-                             run.rank, run.world)
-    batches = run.waiting(data.load(views, order, args.workers, run.device))
-    for step in run.steps(first, last):
-        rate = common.learning_rate(step, steps, warmup, args.lr, args.min_lr, linear=True)
-        common.set_rate(optimizer, rate)
-        common.seed_everything(args.seed, step, run.rank)                # drop path, expert dropout, dropout
+    for step in run.steps():
+        common.set_rate(optimizer, common.learning_rate(step, plan, args.lr, args.min_lr, linear=True))
+        common.seed_everything(args.seed, step, machine.rank)            # drop path, expert dropout, dropout
 
-        for micro_step in range(micro_steps):
+        for micro_step in range(1, plan.micro_steps + 1):
             batch = next(batches)
             target = batch["annotation"].long() - 1                      # -1 is ignored
-            with run.accumulating(parallel, micro_step, micro_steps):
-                with run.autocast():
+            with machine.accumulating(parallel, last=micro_step == plan.micro_steps):
+                with machine.autocast():
                     outputs = parallel(data.normalize(batch["image"] / 255))
-                main_loss, auxiliary_loss = (      # the mean over all pixels, as by mmsegmentation
+                main_loss, auxiliary_loss = (      # the mean over all pixels, labeled or not, as by mmsegmentation
                     F.cross_entropy(resize(logits.float(), target.shape[1:]), target, ignore_index=-1,
                                     reduction="none").mean() for logits in outputs)
                 loss = main_loss + 0.4 * auxiliary_loss
-                run.scaler.scale(loss / micro_steps).backward()
-            run.log({"loss": loss.detach(), "main": main_loss.detach(), "auxiliary": auxiliary_loss.detach()})
+                machine.scaler.scale(loss / plan.micro_steps).backward()
+            run.log.add({"loss": loss.detach(), "main": main_loss.detach(), "auxiliary": auxiliary_loss.detach()})
 
-        run.log(common.update(optimizer, run.scaler, args.clip_grad))
-        run.after(step, lambda: evaluate(model, val_views, args, run))   # log line, best.pt, last.pt, signal
-    return run.report(f"step {max(first, last)} of {steps}, best", run.best)
+        run.log.add(common.optimizer_step(optimizer, machine.scaler, args.clip_grad))
+        run.end_step(step, lambda: evaluate(model, val_views, machine))
+    return run.report()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""The tests, as statements about the method. CPU, no network: `python -m pytest -q test_explore.py`"""
+"""The tests, as statements about the method. CPU, no network: `python -m pytest -q test_explore.py`
+
+Sections follow the files: model, losses, balance, checkpoint, teacher, data, common and runs, the stages, routing,
+and what the README and experiments/ promise. `-m slow` runs the long ones.
+"""
 
 import argparse
 import colorsys
 import contextlib
 import errno
 import functools
-import io
 import itertools
 import json
 import math
@@ -24,18 +27,20 @@ from collections import namedtuple
 from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
-import pytest
-import torch
-import torch.nn.functional as F
-from PIL import Image
-from torch import nn
-from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional as TF
-
 os.environ["HF_HUB_OFFLINE"] = "1"        # a test that would download fails at once
-os.environ["OMP_NUM_THREADS"] = "1"       # in the processes that tests start; more only wait for each other
-torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"       # in the processes that tests start, too: more would wait for each other
+
+import numpy as np                        # noqa: E402
+import pytest                             # noqa: E402
+import torch                              # noqa: E402
+import torch.nn.functional as F           # noqa: E402
+from PIL import Image                     # noqa: E402
+from torch import nn                      # noqa: E402
+from torchvision.transforms import v2     # noqa: E402
+from torchvision.transforms.v2 import functional as TF      # noqa: E402
+
+import balance                            # noqa: E402
+import checkpoint                         # noqa: E402
 import common                             # noqa: E402
 import data                               # noqa: E402
 import finetune                           # noqa: E402
@@ -46,17 +51,16 @@ import model                              # noqa: E402
 import pretrain                           # noqa: E402
 import routing                            # noqa: E402
 import segment                            # noqa: E402
+from shapes import Shapes                 # noqa: E402
+from teacher import build_teacher         # noqa: E402
 
-
-# torchvision deprecates its decoders
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
+torch.set_num_threads(1)
 HERE = Path(__file__).parent
-README, EXPERIMENTS = ((HERE / name).read_text("utf-8") for name in ("README.md", "EXPERIMENTS.md"))
-SCRIPTS = {"pretrain": pretrain, "finetune": finetune, "linear": linprobe, "ep": linprobe, "segment": segment}
+README = (HERE / "README.md").read_text("utf-8")
+SCRIPTS = {"pretrain": pretrain, "finetune": finetune, "linear": linprobe, "ep": linprobe, "segment": segment,
+           "knn": knn, "routing": routing}
 QUICK = ["--amp", "off", "--workers", "0"]
 TOY = ["--model", "vit_nano", "--image-size", "32", "--patch-size", "8", "--batch-size", "8", *QUICK]
-
-
 rand = functools.partial(torch.rand, dtype=torch.float64)
 randn = functools.partial(torch.randn, dtype=torch.float64)
 
@@ -77,7 +81,7 @@ def photos(tmp_path_factory):
         for label, i in np.ndindex(4, count):
             folder = root / split / f"class_{label}"
             folder.mkdir(parents=True, exist_ok=True)
-            picture = data.Shapes(split, 40 + 4 * i)[label + 10 * i][0].permute(1, 2, 0).numpy()
+            picture = Shapes(split, 40 + 4 * i)[label + 10 * i][0].permute(1, 2, 0).numpy()
             Image.fromarray(picture[:, :36 + 2 * i]).save(folder / f"{i}.jpg", quality=95)
     return str(root)
 
@@ -87,7 +91,7 @@ def scenes(tmp_path_factory):
     """ADE20K's layout: eight training and three validation photographs of 11 classes."""
     root = tmp_path_factory.mktemp("scenes")
     for split, name, count in (("train", "training", 8), ("val", "validation", 3)):
-        shapes = data.Shapes(split, 72)
+        shapes = Shapes(split, 72)
         for kind in ("images", "annotations"):
             (root / kind / name).mkdir(parents=True)
         for i in range(count):
@@ -122,10 +126,14 @@ def stage(photos, scenes, teacher, tmp_path):
     epochs = ["--epochs", "2", "--warmup-epochs", "1", "--batch-size", "8", "--data", photos, *QUICK]
     scene_flags = ("--classes 11 --crop-size 32 --width 8 --batch-size 4 --iterations 8 "
                    "--warmup-iterations 1 --save-every 4").split()
-    flags = {"pretrain": [*TOY, "--teacher", teacher, *epochs], "finetune": [encoder, *epochs],
-             "linear": [encoder, *epochs], "ep": [encoder, *epochs, "--probe", "ep"],
-             "segment": [encoder, "--data", scenes, *scene_flags, *QUICK]}
-    return lambda name, *more, out="run": [*flags[name], "--out", str(tmp_path / out), *more]
+    argv = {"pretrain": [*TOY, "--teacher", teacher, *epochs], "finetune": [encoder, *epochs],
+            "linear": [encoder, *epochs], "ep": [encoder, *epochs, "--probe", "ep"],
+            "segment": [encoder, "--data", scenes, *scene_flags, *QUICK]}
+
+    def build(name, *flags, out="run"):
+        flags = [word for flag in flags for word in (flag.split() if flag[:2] in ("", "--") else [flag])]
+        return [*argv[name], "--out", str(tmp_path / out), *flags]
+    return build
 
 
 def play(name, argv):
@@ -142,8 +150,8 @@ def spy(monkeypatch, owner, name):
 
 
 def read_run(folder):
-    log = [json.loads(line) for line in open(Path(folder, "log.jsonl"))]
-    return model.load_checkpoint(Path(folder, "last.pt")), log
+    log = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
+    return checkpoint.load_checkpoint(Path(folder, "last.pt")), log
 
 
 def train(argv):
@@ -158,6 +166,17 @@ def start(*argv, **kwargs):
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+
+
+def loopback():
+    """Whether processes of this machine can reach each other, as torchrun's have to."""
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname(), timeout=5).close()
+        return True
+    return False
+
+
+needs_loopback = pytest.mark.skipif(not loopback(), reason="no network interface is up, not even the loopback")
 
 
 def torchrun(processes, script, *argv, options=(), **kwargs):
@@ -185,10 +204,10 @@ def kill_tree(pid):
             os.kill(member, signal.SIGKILL)
 
 
-def refusal(capsys, script, *argv):
-    """Runs a script's main on flags that it must refuse -> its one line of error."""
+def refusal(capsys, name, *argv):
+    """Runs a stage on flags that it must refuse -> its one line of error."""
     with pytest.raises(SystemExit) as stop:
-        common.run(script.main, script.parse_args(list(argv)))
+        common.run(SCRIPTS[name].main, SCRIPTS[name].parse_args(list(argv)))
     assert stop.value.code == 2
     error = capsys.readouterr().err.strip()
     assert "Traceback" not in error
@@ -217,7 +236,208 @@ def assert_same_curve(a, b):
         assert a[-1][key] == pytest.approx(b[-1][key], rel=1e-4), key
 
 
-# ---------------------------------------------------------------------------------------------- equations
+# ------------------------------------------------------------------------------------------------ Soft-MoE
+
+def test_soft_moe_is_equation_4_separate_mlps_between_dispatch_and_combine():
+    moe, x = model.SoftMoE(8, 3, 16).double(), randn(2, 5, 8)
+    moe.scale.data.fill_(2.5)
+    for bias in (moe.b1, moe.b2):
+        nn.init.normal_(bias)
+    y, (dispatch, combine) = moe(x)
+    power, expected = torch.zeros(2, 5, 3).double(), torch.zeros_like(x)
+    for b, t, e in np.ndindex(2, 5, 3):
+        token, phi = x[b, t], moe.phi[:, e]
+        power[b, t, e] = math.exp(2.5 * (token @ phi / token.norm() / phi.norm()).item())
+    for b, t, e in np.ndindex(2, 5, 3):
+        over_tokens, over_experts = sum(power[b, :, e].tolist()), sum(power[b, t].tolist())
+        assert dispatch[b, t, e].item() == pytest.approx(power[b, t, e].item() / over_tokens, rel=1e-10)
+        assert combine[b, t, e].item() == pytest.approx(power[b, t, e].item() / over_experts, rel=1e-10)
+    for e in range(3):
+        fc1, fc2 = nn.Linear(8, 16).double(), nn.Linear(16, 8).double()
+        fc1.weight.data, fc1.bias.data = moe.w1[e].T, moe.b1[e]
+        fc2.weight.data, fc2.bias.data = moe.w2[e].T, moe.b2[e]
+        for b in range(2):
+            slot = sum(dispatch[b, t, e] * x[b, t] for t in range(5))
+            for t in range(5):
+                expected[b, t] += combine[b, t, e] * fc2(F.gelu(fc1(slot)))
+    assert torch.allclose(y, expected, atol=1e-12)
+
+
+def test_routing_stays_in_float32_under_autocast():
+    moe, x = model.SoftMoE(64, 2, 128), torch.randn(2, 9, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, (dispatch, combine) = moe(x)
+    plain = moe.route(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(dispatch, plain.dispatch) and torch.equal(combine, plain.combine)
+
+
+def test_experts_start_as_linear_layers_and_residual_projections_shrink_with_depth():
+    moe = model.SoftMoE(64, 4, 256)
+    for weight, bound in ((moe.w1, 64 ** -0.5), (moe.w2, 256 ** -0.5), (moe.phi, 4 ** -0.5)):
+        assert 0.95 * bound < weight.abs().max() <= bound
+        assert weight.std().item() == pytest.approx(bound / 3 ** 0.5, rel=0.1)
+    assert moe.scale.item() == 1 and not moe.b1.any() and not moe.b2.any()
+    for depth, block in enumerate(model.build_vit("vit_tiny", image_size=32, experts=2).blocks, start=1):
+        assert block.attn.proj.weight.std().item() == pytest.approx(0.02 / (2 * depth) ** 0.5, rel=0.05)
+        assert block.attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+        if depth % 2 == 0:
+            bound = 768 ** -0.5 / (2 * depth) ** 0.5
+            assert block.mlp.w2.abs().max().item() == pytest.approx(bound, rel=0.01)
+
+
+def test_expert_dropout_drops_whole_experts_of_an_image_and_keeps_the_expectation():
+    moe, x = model.SoftMoE(8, 2, 16, dropout=0.4).double(), randn(1, 3, 8).expand(4000, -1, -1)
+    nn.init.normal_(moe.b2)
+    whole, dropped = moe.eval()(x)[0][0], moe.train()(x)[0]
+    # with two experts an image has one of four outputs: none, either, or both, survivors scaled by 1 / 0.6
+    assert len(dropped.flatten(1).round(decimals=9).unique(dim=0)) == 4
+    assert (dropped == 0).all((1, 2)).double().mean().item() == pytest.approx(0.16, abs=0.03)
+    assert torch.allclose(dropped.mean(0), whole, atol=0.1)
+
+
+# ------------------------------------------------------------------------------- encoder, student, decoder
+
+def test_sparse_tokens_are_the_visible_patches_in_the_order_of_ids_keep():
+    vit = model.ViT(32, 8, dim=16, depth=0, heads=2).double()
+    images, ids_keep = randn(3, 3, 32, 32), torch.stack([torch.randperm(16)[:7] for _ in range(3)])
+    tokens, _ = vit(images, ids_keep)
+    for b in range(3):
+        assert torch.allclose(tokens[b, 0], vit.norm(vit.cls_token[0, 0] + vit.pos_embed[0, 0]))
+        for place, i in enumerate(ids_keep[b].tolist()):
+            row, column = divmod(i, 4)
+            patch = images[b, :, 8 * row:8 * row + 8, 8 * column:8 * column + 8]
+            embedded = (vit.patch_embed.proj.weight * patch).sum((1, 2, 3)) + vit.patch_embed.proj.bias
+            assert torch.allclose(tokens[b, 1 + place], vit.norm(embedded + vit.pos_embed[0, 1 + i]))
+
+
+def test_dense_encoding_replaces_masked_patches_before_the_position_embedding():
+    vit = model.ViT(32, 8, dim=16, depth=0, heads=2).double()
+    images, mask, mask_token = randn(2, 3, 32, 32), torch.rand(2, 16) < 0.5, randn(1, 1, 16)
+    tokens, whole = vit(images, mask=mask, mask_token=mask_token)[0], vit(images)[0]
+    assert torch.allclose(tokens[:, 1:][~mask], whole[:, 1:][~mask])
+    expected = vit.norm(mask_token + vit.pos_embed[:, 1:]).expand(2, -1, -1)
+    assert torch.allclose(tokens[:, 1:][mask], expected[mask])
+
+
+def test_the_student_sees_the_118_visible_patches_of_196_whose_order_changes_nothing():
+    rng, encoder = np.random.default_rng(0), model.ViT(28, 2, dim=24, depth=2, heads=2, experts=2).double()
+    mask = torch.stack([torch.from_numpy(data.block_mask(rng, 14, 0.4)) for _ in range(3)])
+    student, images, order = model.Explore(encoder, 8, mask_ratio=0.4).double(), randn(3, 3, 28, 28), torch.randperm(118)
+    pred = student(images, mask)
+    assert pred.ids_keep.shape == (3, 118) and pred.tokens.shape == (3, 119, 8)
+    for b in range(3):
+        assert pred.ids_keep[b].tolist() == (~mask[b]).nonzero()[:, 0].tolist()
+    tokens, routing = encoder(images, pred.ids_keep[:, order])      # the paper's shuffling
+    tokens = student.head(tokens)
+    assert torch.allclose(tokens[:, 0], pred.tokens[:, 0])
+    assert torch.allclose(tokens[:, 1:], pred.tokens[:, 1:][:, order])
+    assert torch.allclose(routing[1].dispatch[:, 1:], pred.routing[1].dispatch[:, 1:][:, order])
+    shuffled = model.Prediction(tokens, None, routing, pred.ids_keep[:, order])
+    ours, theirs = (losses.explore_losses(p, randn(3, 197, 8).new_ones(3, 197, 8).cumsum(1), images, mask)[:2]
+                    for p in (pred, shuffled))
+    assert torch.allclose(ours[0], theirs[0]) and torch.allclose(ours[1], theirs[1])
+
+
+def test_drop_path_rises_with_depth_drops_per_image_and_keeps_the_expectation():
+    vit = nano(drop_path=0.3)
+    assert [round(block.drop_path.p, 6) for block in vit.blocks] == [0, 0.1, 0.2, 0.3]
+    branch, block, x = torch.ones(4000, 2, 3), vit.blocks[3], torch.rand(2, 17, 96)
+    kept = block.drop_path(branch)
+    assert kept.unique().tolist() == pytest.approx([0, 1 / (1 - 0.3)]) and (kept == kept[:, :1, :1]).all()
+    assert kept.mean().item() == pytest.approx(1, abs=0.05)
+    block.drop_path.p = 1.0
+    assert torch.equal(block(x)[0], x) and not torch.equal(block.eval()(x)[0], x)
+
+
+@pytest.mark.parametrize("experts, millions, gigamacs", (
+    (0, 85.8, 17.45), (2, 114.2, 11.93), (16, 510.9, None), (32, 964.3, None), (64, 1871.2, 13.86)))
+def test_parameters_and_macs_are_those_of_the_paper_and_of_pytorchs_counter(experts, millions, gigamacs):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+    with torch.device("meta"):
+        vit = model.build_vit("vit_base", experts=experts)
+    assert sum(p.numel() for p in vit.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
+    assert vit.moe_blocks == ([1, 3, 5, 7, 9, 11] if experts else [])
+    if gigamacs:
+        assert model.encoder_macs(vit) / 1e9 == pytest.approx(gigamacs, abs=0.005)
+    small, x = nano(experts=experts), torch.rand(1, 17, 96)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        for block in small.blocks:
+            x, _ = block(x)
+    assert counter.get_total_flops() == 2 * model.encoder_macs(small, tokens=17)
+
+
+def test_encoder_is_timms_both_ways():
+    import timm
+    theirs = timm.create_model("vit_base_patch16_224", init_values=0.1, num_classes=0).eval()
+    ours, images = model.build_vit("vit_base").eval(), torch.randn(1, 3, 224, 224)
+    for _, p in theirs.named_parameters():
+        p.data.add_(0.02 * torch.randn_like(p))        # so that no bias is zero and no norm is one
+    ours.load_state_dict(theirs.state_dict())
+    with torch.no_grad():
+        assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
+        ours.blocks[3].attn.qkv.weight.mul_(1.1)
+        theirs.load_state_dict(ours.state_dict(), strict=True)
+        assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
+
+
+def test_attention_in_bf16_on_a_cpu_is_attention():
+    q, k, v = torch.randn(3, 2, 3, 50, 64).bfloat16()
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    assert (model.attention(q, k, v) - exact).abs().max() < 0.02
+
+
+def test_recomputed_blocks_give_the_same_bits(stage, monkeypatch):
+    flags = ["--drop-path", "0.5", "--max-steps", "3", "--experts", "4"]
+    calls = spy(monkeypatch, torch.utils.checkpoint, "checkpoint")
+    plain, _ = train(stage("pretrain", *flags, out="plain"))
+    assert_same_bits(plain, train(stage("pretrain", *flags, "--recompute"))[0])
+    assert len(calls) == 3 * 4                                      # the flag alone asks for it
+
+
+def test_the_decoder_puts_every_visible_token_back_where_it_came_from():
+    decoder = model.PixelDecoder(model.ViT(32, 8, dim=192, depth=0, heads=2), dim=192, depth=0)
+    for layer in (decoder.embed, decoder.pixels):     # with no blocks, positions or norm, nothing changes
+        nn.init.eye_(layer.weight)
+    decoder.norm = nn.Identity()
+    nn.init.zeros_(decoder.pos_embed)
+    nn.init.constant_(decoder.mask_token, -1)
+    tags = torch.arange(16.0)[None, :, None].expand(3, 16, 192)      # a patch says its place
+    mask = torch.stack([torch.randperm(16) for _ in range(3)]) >= 9
+    ids_keep = torch.stack([(~row).nonzero()[torch.randperm(9), 0] for row in mask])
+    expected = torch.where(mask[..., None], -1.0, tags)
+    assert torch.equal(decoder(model.gather_patches(tags, ids_keep), ids_keep, mask), expected)
+    assert torch.equal(decoder(tags, None, mask), expected)
+
+
+def test_the_decoder_has_8_blocks_of_width_512_and_positions_of_its_own():
+    encoder = nano(experts=2)
+    student = model.Explore(encoder, 8, dense=True, pixels=True)
+    decoder = student.decoder
+    assert len(decoder.blocks) == 8 and decoder.blocks[0].attn.heads == 16
+    assert decoder.pos_embed.shape == (1, 16, 512) and student.mask_token.shape == (1, 1, 96)
+    assert not any("phi" in name or "ls1" in name for name in decoder.state_dict())      # as the release's
+    assert not any("mask_token" in name for name in encoder.state_dict())
+    pred = student(torch.rand(2, 3, 32, 32), torch.rand(2, 16) < 0.5)
+    assert pred.tokens.shape == (2, 17, 8) and pred.pixels.shape == (2, 16, 192)
+    assert pred.routing[3].dispatch.shape == (2, 17, 2)
+    pred.pixels.sum().backward()
+    assert student.mask_token.grad.any() and decoder.mask_token.grad.any() and encoder.cls_token.grad.any()
+
+
+def test_these_files_import_torch_alone_and_stages_only_what_is_below_them():
+    names = {path.stem for path in HERE.glob("*.py")}
+    imports = {name: set(re.findall(r"^\s*(?:import|from) (\w+)", (HERE / f"{name}.py").read_text("utf-8"), re.M))
+               for name in names}
+    assert imports["model"] | imports["losses"] | imports["balance"] <= {"torch", *sys.stdlib_module_names}
+    assert "distributed" not in (HERE / "model.py").read_text("utf-8") + (HERE / "losses.py").read_text("utf-8")
+    stages = {"pretrain", "knn", "linprobe", "finetune", "segment", "routing"}
+    assert all(not imports[name] & stages for name in names - stages - {"test_explore"})
+    assert {(a, b) for a in stages for b in imports[a] & stages} == {("linprobe", "finetune")}
+
+
+# --------------------------------------------------------------------------------------- losses, Eq. 1 to 8
 
 def test_token_loss_is_equation_1_and_cls_loss_equation_2():
     pred, target = 2 * randn(3, 4, 8), 3 * randn(3, 4, 8) + 1
@@ -285,69 +505,44 @@ def test_importance_is_the_squared_variation_of_combine_weights_and_zero_for_equ
     assert losses.importance_loss(dispatch).item() == pytest.approx(0, abs=1e-20)
 
 
-# ----------------------------------------------------------------------------------------------- Soft-MoE
-
-def test_soft_moe_is_equation_4_separate_mlps_between_dispatch_and_combine():
-    moe, x = model.SoftMoE(8, 3, 16).double(), randn(2, 5, 8)
-    moe.scale.data.fill_(2.5)
-    for bias in (moe.b1, moe.b2):
-        nn.init.normal_(bias)
-    y, (dispatch, combine) = moe(x)
-    power, expected = torch.zeros(2, 5, 3).double(), torch.zeros_like(x)
-    for b, t, e in np.ndindex(2, 5, 3):
-        token, phi = x[b, t], moe.phi[:, e]
-        power[b, t, e] = math.exp(2.5 * (token @ phi / token.norm() / phi.norm()).item())
-    for b, t, e in np.ndindex(2, 5, 3):
-        over_tokens, over_experts = sum(power[b, :, e].tolist()), sum(power[b, t].tolist())
-        assert dispatch[b, t, e].item() == pytest.approx(power[b, t, e].item() / over_tokens, rel=1e-10)
-        assert combine[b, t, e].item() == pytest.approx(power[b, t, e].item() / over_experts, rel=1e-10)
-    for e in range(3):
-        fc1, fc2 = nn.Linear(8, 16).double(), nn.Linear(16, 8).double()
-        fc1.weight.data, fc1.bias.data = moe.w1[e].T, moe.b1[e]
-        fc2.weight.data, fc2.bias.data = moe.w2[e].T, moe.b2[e]
-        for b in range(2):
-            slot = sum(dispatch[b, t, e] * x[b, t] for t in range(5))
-            for t in range(5):
-                expected[b, t] += combine[b, t, e] * fc2(F.gelu(fc1(slot)))
-    assert torch.allclose(y, expected, atol=1e-12)
-
-
-def test_routing_stays_in_float32_under_autocast():
-    moe, x = model.SoftMoE(64, 2, 128), torch.randn(2, 9, 64)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, (dispatch, combine) = moe(x)
-    plain = moe.route(x)
-    assert y.dtype == torch.bfloat16
-    assert torch.equal(dispatch, plain.dispatch) and torch.equal(combine, plain.combine)
-
-
-def test_experts_start_as_linear_layers_and_residual_projections_shrink_with_depth():
-    moe = model.SoftMoE(64, 4, 256)
-    for weight, bound in ((moe.w1, 64 ** -0.5), (moe.w2, 256 ** -0.5), (moe.phi, 4 ** -0.5)):
-        assert 0.95 * bound < weight.abs().max() <= bound
-        assert weight.std().item() == pytest.approx(bound / 3 ** 0.5, rel=0.1)
-    assert moe.scale.item() == 1 and not moe.b1.any() and not moe.b2.any()
-    for depth, block in enumerate(model.build_vit("vit_tiny", image_size=32, experts=2).blocks, start=1):
-        assert block.attn.proj.weight.std().item() == pytest.approx(0.02 / (2 * depth) ** 0.5, rel=0.05)
-        assert block.attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
-        if depth % 2 == 0:
-            bound = 768 ** -0.5 / (2 * depth) ** 0.5
-            assert block.mlp.w2.abs().max().item() == pytest.approx(bound, rel=0.01)
+def plain_losses(pred, targets, images, mask, objectives, loss_block, loss_weights="dispatch", detach=False,
+                 entropy_weights=(), entropy_on="dispatch", importance_weight=0.0):
+    """Eq. 1 to 8, image by image -> (losses [K] without their global weights, the regularizer)"""
+    routed, sparse, found = [pred.routing[block] for block in loss_block], pred.ids_keep is not None, []
+    for name in objectives:
+        per_image = []
+        for b in range(len(mask)):
+            if name == "cls":
+                per_image.append(1 - F.cosine_similarity(pred.tokens[b, 0], targets[b, 0], dim=0))
+                continue
+            if name == "token":
+                kept = pred.ids_keep[b] if sparse else torch.arange(len(mask[b]))
+                target = F.layer_norm(targets[b, 1 + kept], targets.shape[2:])
+                loss = F.smooth_l1_loss(pred.tokens[b, 1:], target, reduction="none").mean(1)
+                chosen = torch.ones(len(kept)).bool() if sparse else mask[b]
+            else:
+                target = losses.patchify(images[b:b + 1], math.isqrt(pred.pixels.shape[2] // 3))[0]
+                target = (target - target.mean(1, True)) / (target.var(1, keepdim=True) + 1e-6).sqrt()
+                loss, chosen = (pred.pixels[b] - target).square().mean(1), mask[b]
+            weight = torch.ones_like(loss)
+            if routed and loss_weights != "uniform" and not (sparse and name == "pixel"):
+                weight = sum(getattr(r, loss_weights)[b, 1:, int(name == "pixel")] for r in routed) / len(routed)
+                weight = weight.detach() if detach else weight
+            total = chosen.sum() if loss_weights == "combine" else weight[chosen].sum()
+            per_image.append((weight * loss)[chosen].sum() / total)
+        found.append(sum(per_image) / len(per_image))
+    regularizer = torch.zeros(())
+    for r in routed:
+        for e, weight in enumerate(entropy_weights):
+            for p in getattr(r, entropy_on)[:, :, e]:
+                regularizer = regularizer + weight * (p * p.log()).sum() / len(mask) / len(routed)
+        if importance_weight:
+            usage = r.combine.sum((0, 1))
+            regularizer = regularizer + importance_weight * usage.var(correction=0) / usage.mean() ** 2 / len(routed)
+    return torch.stack(found), regularizer
 
 
-def test_expert_dropout_drops_whole_experts_of_an_image_and_keeps_the_expectation():
-    moe, x = model.SoftMoE(8, 2, 16, dropout=0.4).double(), randn(1, 3, 8).expand(4000, -1, -1)
-    nn.init.normal_(moe.b2)
-    whole, dropped = moe.eval()(x)[0][0], moe.train()(x)[0]
-    # with two experts an image has one of four outputs: none, either, or both, survivors scaled by 1 / 0.6
-    assert len(dropped.flatten(1).round(decimals=9).unique(dim=0)) == 4
-    assert (dropped == 0).all((1, 2)).double().mean().item() == pytest.approx(0.16, abs=0.03)
-    assert torch.allclose(dropped.mean(0), whole, atol=0.1)
-
-
-# ------------------------------------------------------------------------- the coupling of loss and router
-
-Case = namedtuple("Case", "pred targets images mask ids_keep routers")      # a random prediction of a student
+Case = namedtuple("Case", "pred targets images mask routers")      # a random prediction of a student
 
 
 def make_case(dense=False, experts=2):
@@ -356,21 +551,60 @@ def make_case(dense=False, experts=2):
     for router in routers.values():
         router.scale.data.fill_(3)
     mask = torch.stack([torch.randperm(16) for _ in range(4)]) >= 9
-    ids_keep = None if dense else model.shuffle_visible(mask, torch.rand(4, 16), 9)[0]
+    ids_keep = None if dense else torch.stack([(~row).nonzero()[torch.randperm(9), 0] for row in mask])
     tokens = 17 if dense else 10
     routed = {block: router.route(randn(4, tokens, 8)) for block, router in routers.items()}
-    pred = model.Prediction(torch.randn(4, tokens, 8), torch.randn(4, 16, 192), routed)
-    return Case(pred, torch.randn(4, 17, 8), torch.rand(4, 3, 32, 32), mask, ids_keep, routers)
+    pred = model.Prediction(torch.randn(4, tokens, 8), torch.randn(4, 16, 192), routed, ids_keep)
+    return Case(pred, torch.randn(4, 17, 8), torch.rand(4, 3, 32, 32), mask, routers)
 
 
-def couple(case, names=("token", "cls"), entropy=(0.0, 0.0), loss_block=(3,), **keywords):
+def couple(case, objectives=("token", "cls"), entropy=(0.0, 0.0), loss_block=(3,), **keywords):
     """-> (the sum of losses and regularizers, metrics)"""
-    terms, regularizer, metrics = losses.objectives(
-        *case[:5], names=names, loss_block=loss_block, entropy_weights=torch.tensor(entropy), **keywords)
-    return terms.sum() + regularizer, metrics
+    values, regularizer, metrics = losses.explore_losses(
+        *case[:4], objectives=objectives, loss_block=loss_block, entropy_weights=torch.tensor(entropy), **keywords)
+    return values.sum() + regularizer, metrics
 
 
 ALL = ("token", "cls", "pixel")
+
+
+@pytest.mark.parametrize("dense, objectives, keywords", (
+    (False, ALL, dict(entropy_weights=(0.5, 2.0), importance_weight=3.0)), (True, ALL, dict(entropy_weights=(0.0, 2.0))),
+    (False, ("token",), dict(loss_weights="combine", entropy_on="combine", entropy_weights=(1.0, 1.0))),
+    (True, ("token", "pixel"), dict(loss_weights="combine", importance_weight=1.0, loss_block=(1, 3))),
+    (False, ("token", "cls"), dict(loss_weights="uniform")), (True, ("cls", "pixel"), dict(detach=True)),
+    (False, ("token", "cls"), dict(loss_block=(1, 3), entropy_weights=(3.0, 1.0), importance_weight=1.0))))
+def test_explore_losses_are_equation_8_values_and_gradients(dense, objectives, keywords):
+    case, keywords = make_case(dense), dict(loss_block=(3,), entropy_weights=(0.0, 0.0)) | keywords
+    parameters = [p for router in case.routers.values() for p in (router.phi, router.scale)]
+    expected, regularizer = plain_losses(*case[:4], objectives, **keywords)
+    keywords["entropy_weights"] = torch.tensor(keywords["entropy_weights"])
+    values, ours, metrics = losses.explore_losses(*case[:4], objectives=objectives, **keywords)
+    assert torch.allclose(values.double(), expected.double(), rtol=1e-5)
+    assert ours.item() == pytest.approx(regularizer.item(), rel=1e-5)
+    weights = torch.arange(1.0, 1 + len(objectives))
+    ours, theirs = (torch.autograd.grad((weights * x).sum() + y + 0 * parameters[0].sum(), parameters,
+                                        retain_graph=True, materialize_grads=True, allow_unused=True)
+                    for x, y in ((values, ours), (expected, regularizer)))
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(ours, theirs))
+    plain, _ = plain_losses(*case[:4], objectives, keywords["loss_block"], loss_weights="uniform")
+    for name, value, mean in zip(objectives, values, plain):
+        assert metrics[name] == value and not metrics[name].requires_grad
+        if name != "cls":
+            assert metrics[f"{name}_unweighted"].item() == pytest.approx(mean.item(), rel=1e-5)
+            assert metrics[f"{name}_ratio"].item() == pytest.approx((value / mean).item(), rel=1e-5)
+    dispatch = torch.stack([case.pred.routing[block].dispatch for block in keywords["loss_block"]])
+    assert torch.allclose(metrics["cls_share"], dispatch[:, :, 0].mean((0, 1)))
+    assert torch.allclose(metrics["dispatch_cv"], losses.variation(dispatch.mean(0)[:, 1:]))
+    assert torch.allclose(metrics["entropy"], sum(map(losses.dispatch_entropy, dispatch)) / len(dispatch))
+
+
+def test_without_experts_a_loss_is_the_plain_mean():
+    case = make_case()
+    case = case._replace(pred=case.pred._replace(routing={}))
+    expected, _ = plain_losses(*case[:4], ALL, ())
+    values, regularizer, metrics = losses.explore_losses(*case[:4], objectives=ALL)
+    assert torch.allclose(values, expected) and regularizer == 0 and metrics["token_ratio"] == 1
 
 
 @pytest.mark.parametrize("dense, names, hears", (
@@ -394,79 +628,6 @@ def test_detached_and_uniform_weights_give_the_router_no_gradient(keywords):
     assert (total == couple(case)[0]) == ("detach" in keywords)      # detaching does not change the loss
     couple(case, entropy=(5.0, 5.0), **keywords)[0].backward()
     assert router.phi.grad.norm() > 1e-4                              # the entropy stays on
-
-
-@pytest.mark.parametrize("source", ("dispatch", "combine"))
-def test_objectives_are_equation_8_with_expert_0_on_the_visible_patches(source):
-    """Dispatch weights are normalized within an image; combine weights are not, so that they can vanish."""
-    case = make_case()
-    pred, targets, images, mask, ids_keep, _ = case
-    total, metrics = couple(case, ALL, entropy=(0.5, 2.0), loss_weights=source, importance_weight=3.0)
-    dispatch, token = pred.routing[3].dispatch, 0.0
-    for b in range(4):
-        weights = [getattr(pred.routing[3], source)[b, 1 + i, 0].item() for i in range(9)]    # [CLS] is first
-        values = [losses.token_loss(pred.tokens[b, [1 + i]], targets[b, [1 + ids_keep[b, i]]]).item()
-                  for i in range(9)]
-        normalizer = sum(weights) if source == "dispatch" else 9
-        token += sum(w * v for w, v in zip(weights, values)) / normalizer / 4
-    cls = losses.cls_loss(pred.tokens[:, 0], targets[:, 0]).item()
-    pixel = losses.pixel_loss(pred.pixels, images, 8)[mask].mean().item()      # masked: no dispatch weight
-    entropy = losses.dispatch_entropy(dispatch)
-    regularizer = -(0.5 * entropy[0] + 2 * entropy[1]).item()
-    for name, expected in (("token", token), ("pixel", pixel), ("entropy_loss", regularizer)):
-        assert metrics[name].item() == pytest.approx(expected, rel=1e-5)
-    regularizer += 3 * losses.importance_loss(pred.routing[3].combine).item()
-    assert total.item() == pytest.approx(token + cls + pixel + regularizer, rel=1e-5)
-    assert torch.allclose(metrics["cls_share"], dispatch[:, 0].mean(0))
-    assert metrics["token_ratio"] * metrics["token_unweighted"] == pytest.approx(token, rel=1e-5)
-
-
-def test_several_loss_blocks_are_averaged_and_without_experts_a_loss_is_the_plain_mean():
-    case = make_case()
-    metrics = couple(case, loss_block=(1, 3))[1]
-    first, second = (case.pred.routing[block].dispatch for block in (1, 3))
-    seen = model.gather_patches(case.targets[:, 1:], case.ids_keep)
-    loss = losses.token_loss(case.pred.tokens[:, 1:], seen)
-    expected = losses.routed_mean(loss, (first + second)[:, 1:, 0] / 2)
-    assert metrics["token"].item() == pytest.approx(expected.item(), rel=1e-5)
-    entropies = losses.dispatch_entropy(first), losses.dispatch_entropy(second)
-    assert torch.allclose(metrics["entropy"], sum(entropies) / 2)
-    metrics = couple(case._replace(pred=case.pred._replace(routing={})))[1]
-    assert metrics["token"].item() == pytest.approx(loss.mean().item()) and metrics["token_ratio"] == 1
-
-
-@pytest.mark.parametrize("source", ("dispatch", "combine"))
-def test_in_dense_encoding_losses_are_on_masked_patches_and_expert_1_weights_the_pixel_loss(source):
-    case = make_case(dense=True)
-    metrics = couple(case, ALL, loss_weights=source)[1]
-    routed = getattr(case.pred.routing[3], source)[:, 1:]
-    token = losses.token_loss(case.pred.tokens[:, 1:], case.targets[:, 1:])
-    pixel = losses.pixel_loss(case.pred.pixels, case.images, 8)
-    for name, loss, expert in (("token", token, 0), ("pixel", pixel, 1)):
-        expected, plain = 0.0, 0.0
-        for b in range(4):
-            masked = [i for i in range(16) if case.mask[b, i]]
-            weights = [routed[b, i, expert].item() for i in masked]
-            normalizer = sum(weights) if source == "dispatch" else 7
-            expected += sum(w * loss[b, i].item() for w, i in zip(weights, masked)) / normalizer / 4
-            plain += sum(loss[b, i].item() for i in masked) / 7 / 4
-        assert metrics[name].item() == pytest.approx(expected, rel=1e-5)
-        assert metrics[f"{name}_unweighted"].item() == pytest.approx(plain, rel=1e-5)
-        assert metrics[f"{name}_ratio"].item() == pytest.approx(expected / plain, rel=1e-5)
-
-
-@pytest.mark.parametrize("flags, source, weights", (
-    (["--entropy-weight", "2"], "dispatch", [2, 2]), (["--entropy-weight", "5", "24"], "dispatch", [5, 24]),
-    (["--entropy-experts", "0"], "dispatch", [5, 0]), (["--entropy-on", "combine"], "combine", [5, 5]),
-    (["--entropy-weight", "1", "3", "--entropy-experts", "1"], "dispatch", [0, 3])))
-def test_entropy_is_taken_of_the_chosen_weights_and_experts(flags, source, weights):
-    args, case = pretrain.parse_args([*TOY, *flags]), make_case()
-    assert pretrain.entropy_weights(args) == weights
-    metrics = couple(case, entropy=pretrain.entropy_weights(args), entropy_on=args.entropy_on)[1]
-    routed, expected = getattr(case.pred.routing[3], source), 0.0
-    for e in range(2):
-        expected += weights[e] * sum(p * math.log(p) for p in routed[:, :, e].flatten().tolist()) / 4
-    assert metrics["entropy_loss"].item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_losses_read_foreign_routings_by_name_and_refuse_targets_with_registers():
@@ -500,38 +661,7 @@ def test_an_image_whose_weights_all_underflow_counts_as_if_unweighted(source):
     assert losses.routed_mean(torch.ones(2, 3), torch.zeros(2, 3)) == 0
 
 
-def test_one_expert_is_enough_for_uniform_weights(stage):
-    flags = "--experts 1 --encoding dense --objective token_pixel --loss-weights uniform --max-steps 1".split()
-    assert train(stage("pretrain", *flags))[1][-1]["pixel_ratio"] == 1
-
-
-class Brightness(model.Explore):
-    """A student with one more head: how bright each patch is."""
-
-    def __init__(self, encoder, teacher_dim, **kwargs):
-        super().__init__(encoder, teacher_dim, **kwargs)
-        self.bright = nn.Linear(teacher_dim, 1)
-
-    def forward(self, *args):
-        pred = super().forward(*args)
-        bright = self.bright(pred.tokens)[:, 1:, 0]
-        return namedtuple("Bright", ("bright", *pred._fields))(bright, *pred)
-
-
-def test_a_new_objective_is_a_function_a_row_and_a_head(stage, monkeypatch):
-    def brightness_loss(pred, targets, images):
-        return (pred.bright.float() - losses.patchify(images, 8).mean(-1)).square()
-
-    monkeypatch.setitem(losses.OBJECTIVES, "bright", (brightness_loss, ("visible", "masked"), 1))
-    monkeypatch.setattr(pretrain, "Explore", Brightness)
-    flags = "--objective token_bright --encoding dense --epochs 20 --lr 1e-2 --entropy-weight 0.5".split()
-    _, (first, *_, last) = train(stage("pretrain", *flags))
-    assert last["bright"] < 0.5 * first["bright"] and "cls" not in last
-    assert last["bright_ratio"] != 1                                  # expert 1's dispatch weights weight it
-    assert last["loss"] == pytest.approx(last["token"] + last["bright"] + last["entropy_loss"], rel=1e-3)
-
-
-# ------------------------------------------------------------------------- global balancing, the baselines
+# ------------------------------------------------------------------------------- balance: the paper's baselines
 
 def scaler(**kwargs):
     return torch.amp.GradScaler("cpu", **(dict(init_scale=1.0) | kwargs))
@@ -544,233 +674,133 @@ class Shared(nn.Module):
         super().__init__()
         self.x = nn.Parameter(torch.tensor(1.0))
 
-    def terms(self, values, gradients):
+    def losses(self, values, gradients):
         nothing = self.x - self.x.detach()
         return torch.stack([value + gradient * nothing for value, gradient in zip(values, gradients)])
 
 
-def test_gradnorm_finds_the_weights_that_make_gradients_equal():
-    shared = Shared()
-    balance = losses.GradNorm(torch.ones(2), shared, 0.0, 0.01, scaler())
-    for step in range(300):                                     # w_1 * 4 = w_2 * 1 and w_1 + w_2 = 2
-        weights = balance(step, shared.terms([3.0, 5.0], [4.0, 1.0]))
-        balance.update()
-        assert weights.sum().item() == pytest.approx(2, rel=1e-6)
-    assert weights.tolist() == pytest.approx([0.4, 1.6], abs=0.05)
-
-
 def test_gradnorm_helps_the_objective_that_lags_and_survives_numbers_that_are_not_finite():
     shared, weights = Shared(), []
-    balance = losses.GradNorm(torch.ones(2), shared, 1.0, 0.01, scaler())
+    gradnorm = balance.GradNorm(torch.ones(2), shared, 1.0, 0.01, scaler())
     for values, gradients in (([1.0, 1.0], [1.0, 1.0]), ([0.9, 0.1], [1.0, 1.0]),
                               ([math.nan, 0.1], [1.0, math.inf])):
-        balance(0, shared.terms(values, gradients))
-        balance.update()
-        weights.append(balance.weights.tolist())
+        gradnorm(0, shared.losses(values, gradients))
+        gradnorm.update()
+        weights.append(gradnorm.weights.tolist())
     assert weights[1][0] > 1 > weights[1][1]                    # the first has hardly fallen
     assert weights[2] == weights[1]
-    balance = losses.GradNorm(torch.ones(2), shared, 1.0, 0.01, scaler())
+    gradnorm = balance.GradNorm(torch.ones(2), shared, 1.0, 0.01, scaler())
     for values in ([math.nan, 1.0], [4.0, 1.0], [2.0, 1.0]):    # what is not finite is no first loss
-        balance(0, shared.terms(values, [1.0, 1.0]))
-        balance.update()
-    assert balance.first.tolist() == [4, 1] and balance.weights[0] < 1
+        gradnorm(0, shared.losses(values, [1.0, 1.0]))
+        gradnorm.update()
+    assert gradnorm.first.tolist() == [4, 1] and gradnorm.weights[0] < 1
 
 
-def test_gradnorm_takes_the_gradient_of_each_loss_at_the_layer_and_leaves_the_backward_pass_alone():
-    layer, head = nn.Linear(4, 4), nn.Linear(4, 2)
-    y = head(layer(torch.randn(3, 4)))
-    terms = torch.stack([y.square().mean(), y.abs().mean()])
-    balance = losses.GradNorm(torch.ones(2), layer, 0.12, 0.1, scaler(init_scale=1024.0))
-    balance(0, terms)
+def test_gradnorm_leaves_the_backward_pass_alone():
+    layer = nn.Linear(4, 2)
+    y = layer(torch.randn(3, 4))
+    gradnorm = balance.GradNorm(torch.ones(2), layer, 0.12, 0.1, scaler(init_scale=1024.0))
+    gradnorm(0, torch.stack([y.square().mean(), y.abs().mean()]))
     assert layer.weight.grad is None
-    for k in range(2):
-        layer.zero_grad()
-        terms[k].backward(retain_graph=True)
-        expected = torch.cat([terms[k].detach()[None], layer.weight.grad.flatten(), layer.bias.grad])
-        assert torch.allclose(balance.collected[0][k], expected, atol=1e-6)
+    expected = torch.autograd.grad(y.square().mean(), layer.weight)[0]      # not scaled
+    assert torch.allclose(gradnorm.collected[0][0, 1:9], expected.flatten(), atol=1e-6)
 
 
-def test_random_loss_weights_are_a_softmax_drawn_by_seed_and_step():
-    balance, terms = losses.RandomLossWeighting(torch.ones(3), seed=42), torch.zeros(3)
-    draws = torch.stack([balance(step, terms).clone() for step in range(2000)])
-    assert torch.allclose(draws.sum(1), torch.ones(2000)) and len(draws.unique(dim=0)) == 2000
-    assert torch.equal(draws[7], balance(7, terms))
-    assert not torch.equal(draws[7], losses.RandomLossWeighting(torch.ones(3), seed=43)(7, terms))
-    logits = draws.log() - draws.log().mean(1, keepdim=True)    # what is left of normals after the softmax
-    assert logits.var().item() == pytest.approx(2 / 3, rel=0.1)
+# ----------------------------------------------------------------------------- checkpoint: other people's weights
 
-
-# ---------------------------------------------------------------------------------------- encoder, decoder
-
-def outside_blocks(mask, smallest):
-    """Masked patches that no fully masked rectangle of `smallest` patches and aspect 0.25 to 4 covers."""
-    covered = np.zeros_like(mask)
-    for h, w in np.ndindex(15, 15):
-        if h * w >= smallest and 0.25 <= h / w <= 4:
-            for top, left in np.ndindex(15 - h, 15 - w):
-                if mask[top:top + h, left:left + w].all():
-                    covered[top:top + h, left:left + w] = True
-    return (mask & ~covered).sum()
-
-
-def test_block_masks_have_exact_counts_and_are_blocks():
-    rng, lone = np.random.default_rng(0), []
-    for grid, ratio in ((14, 0.4), (14, 0.75), (8, 0.4), (6, 0.5), (2, 0.4)):
-        for _ in range(50):
-            mask = data.block_mask(rng, grid, ratio)
-            assert mask.sum() == int(ratio * grid ** 2)
-            if (grid, ratio) == (14, 0.4):
-                lone.append(outside_blocks(mask.reshape(grid, grid), 16))
-    assert np.mean(lone) < 8 and max(lone) < 16      # nearly all 78 lie in whole blocks of at least 16
-    scattered = [outside_blocks(rng.permutation(196).reshape(14, 14) < 78, 16) for _ in range(20)]
-    assert min(scattered) > 70                        # as those of a random mask do not
-
-
-def test_the_student_sees_118_patches_of_196():
-    rng = np.random.default_rng(0)
-    mask = torch.stack([torch.from_numpy(data.block_mask(rng, 14, 0.4)) for _ in range(4)])
-    ids_keep, ids_restore = model.shuffle_visible(mask, torch.rand(4, 196), 118)
-    assert ids_keep.shape == (4, 118) and mask.sum(1).tolist() == [78] * 4
-    for b in range(4):
-        kept = ids_keep[b].tolist()
-        assert sorted(kept) == (~mask[b]).nonzero()[:, 0].tolist() and kept != sorted(kept)      # shuffled
-        for i in range(196):                                     # the inverse: where each patch went
-            assert (ids_restore[b, i] < 118) == (~mask[b, i])
-            assert mask[b, i] or ids_keep[b, ids_restore[b, i]] == i
-
-
-def test_sparse_tokens_are_the_visible_patches_in_the_order_of_ids_keep():
-    vit = model.ViT(32, 8, dim=16, depth=0, heads=2).double()
-    images, ids_keep = randn(3, 3, 32, 32), torch.stack([torch.randperm(16)[:7] for _ in range(3)])
-    tokens, _ = vit(images, ids_keep)
-    for b in range(3):
-        assert torch.allclose(tokens[b, 0], vit.norm(vit.cls_token[0, 0] + vit.pos_embed[0, 0]))
-        for place, i in enumerate(ids_keep[b].tolist()):
-            row, column = divmod(i, 4)
-            patch = images[b, :, 8 * row:8 * row + 8, 8 * column:8 * column + 8]
-            embedded = (vit.patch_embed.proj.weight * patch).sum((1, 2, 3)) + vit.patch_embed.proj.bias
-            assert torch.allclose(tokens[b, 1 + place], vit.norm(embedded + vit.pos_embed[0, 1 + i]))
-
-
-def test_encoding_does_not_depend_on_the_order_of_the_visible_patches():
-    vit, images, order = nano(experts=2).double(), randn(2, 3, 32, 32), torch.randperm(9)
-    ids = torch.stack([torch.randperm(16)[:9] for _ in range(2)])
-    one, other = vit(images, ids)[0], vit(images, ids[:, order])[0]
-    assert torch.allclose(other[:, 0], one[:, 0]) and torch.allclose(other[:, 1:], one[:, 1 + order])
-
-
-def test_dense_encoding_replaces_masked_patches_before_the_position_embedding():
-    vit = model.ViT(32, 8, dim=16, depth=0, heads=2).double()
-    images, mask, mask_token = randn(2, 3, 32, 32), torch.rand(2, 16) < 0.5, randn(1, 1, 16)
-    tokens, whole = vit(images, mask=mask, mask_token=mask_token)[0], vit(images)[0]
-    assert torch.allclose(tokens[:, 1:][~mask], whole[:, 1:][~mask])
-    expected = vit.norm(mask_token + vit.pos_embed[:, 1:]).expand(2, -1, -1)
-    assert torch.allclose(tokens[:, 1:][mask], expected[mask])
-
-
-def test_drop_path_rises_with_depth_drops_per_image_and_keeps_the_expectation():
-    vit = nano(drop_path=0.3)
-    assert [round(block.drop_path.p, 6) for block in vit.blocks] == [0, 0.1, 0.2, 0.3]
-    branch, block, x = torch.ones(4000, 2, 3), vit.blocks[3], torch.rand(2, 17, 96)
-    kept = block.drop_path(branch)
-    assert kept.unique().tolist() == pytest.approx([0, 1 / (1 - 0.3)]) and (kept == kept[:, :1, :1]).all()
-    assert kept.mean().item() == pytest.approx(1, abs=0.05)
-    block.drop_path.p = 1.0
-    assert torch.equal(block(x)[0], x) and not torch.equal(block.eval()(x)[0], x)
-
-
-@pytest.mark.parametrize("experts, millions, gigamacs", (
-    (0, 85.8, 17.45), (2, 114.2, 11.93), (16, 510.9, None), (32, 964.3, None), (64, 1871.2, 13.86)))
-def test_parameters_and_macs_are_those_of_the_paper_and_of_pytorchs_counter(experts, millions, gigamacs):
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
-    with torch.device("meta"):
-        vit = model.build_vit("vit_base", experts=experts)
-    assert sum(p.numel() for p in vit.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
-    assert vit.moe_blocks == ([1, 3, 5, 7, 9, 11] if experts else [])
-    if gigamacs:
-        assert model.encoder_macs(vit) / 1e9 == pytest.approx(gigamacs, abs=0.005)
-    small, x = nano(experts=experts), torch.rand(1, 17, 96)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        for block in small.blocks:
-            x, _ = block(x)
-    assert counter.get_total_flops() == 2 * model.encoder_macs(small, tokens=17)
-
-
-def test_encoder_is_timms_both_ways():
+def test_plain_vit_state_dicts_load(tmp_path):
     import timm
-    theirs = timm.create_model("vit_base_patch16_224", init_values=0.1, num_classes=0).eval()
-    ours, images = model.build_vit("vit_base").eval(), torch.randn(1, 3, 224, 224)
-    for _, p in theirs.named_parameters():
-        p.data.add_(0.02 * torch.randn_like(p))        # so that no bias is zero and no norm is one
-    ours.load_state_dict(theirs.state_dict())
-    with torch.no_grad():
-        assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
-        ours.blocks[3].attn.qkv.weight.mul_(1.1)
-        theirs.load_state_dict(ours.state_dict(), strict=True)
-        assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
+    images = torch.rand(1, 3, 224, 224)
+    for scale, wrap in ((0.1, lambda s: s), (None, lambda s: {"model": s, "args": argparse.Namespace(lr=1)}),
+                        (None, lambda s: {"state_dict": {f"module.{k}": v for k, v in s.items()}})):
+        theirs = timm.create_model("vit_tiny_patch16_224", num_classes=5, init_values=scale).eval()
+        state = wrap({**theirs.state_dict(), "decoder_pos_embed": torch.zeros(1)})
+        torch.save(state, tmp_path / "timm.pt", _use_new_zipfile_serialization=not scale)      # and the older
+        encoder = checkpoint.load_encoder(tmp_path / "timm.pt").eval()
+        assert torch.allclose(encoder(images)[0], theirs.forward_features(images), atol=1e-4)
 
 
-def test_attention_in_bf16_on_a_cpu_is_attention():
-    q, k, v = torch.randn(3, 2, 3, 50, 64).bfloat16()
-    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
-    assert (model.attention(q, k, v) - exact).abs().max() < 0.02
+@pytest.mark.parametrize("width, heads", ((192, 3), (768, 12), (1024, 16), (1280, 16), (128, 4)))
+def test_known_widths_have_their_own_heads_and_others_need_to_say(tmp_path, width, heads):
+    """As in DeiT, ViT-B/L and MAE's ViT-H."""
+    from timm.models import VisionTransformer
+    theirs = VisionTransformer(32, 16, embed_dim=width, depth=1, num_heads=heads, num_classes=0).eval()
+    path, images = tmp_path / "timm.pt", torch.rand(1, 3, 32, 32)
+    torch.save(theirs.state_dict(), path)
+    if width == 128:
+        with pytest.raises(checkpoint.LoadError, match="heads an encoder of width 128 has: save it as {'model': "):
+            checkpoint.load_encoder(path)
+        torch.save({"model": theirs.state_dict(), "heads": heads}, path)
+    ours = checkpoint.load_encoder(path).eval()
+    assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
 
 
-def test_recomputed_blocks_give_the_same_bits(stage, monkeypatch):
-    flags = ["--drop-path", "0.5", "--max-steps", "3", "--experts", "4"]
-    calls = spy(monkeypatch, torch.utils.checkpoint, "checkpoint")
-    plain, _ = train(stage("pretrain", *flags, out="plain"))
-    assert_same_bits(plain, train(stage("pretrain", *flags, "--recompute"))[0])
-    assert len(calls) == 3 * 4                                      # the flag alone asks for it
+@pytest.mark.parametrize("stray", ("register_tokens", "reg_token", "dist_token", "norm_pre.weight"))
+def test_a_tensor_without_a_place_in_our_encoder_refuses_the_file_by_name(tmp_path, stray):
+    """DINOv2's and timm's registers, DeiT's distillation token, CLIP's pre-norm: features would be wrong."""
+    state, path = model.build_vit("vit_tiny", image_size=32).state_dict(), tmp_path / "x.pt"
+    strangers = dict.fromkeys(("head.weight", "decoder_pos_embed", "mask_token"), torch.zeros(1))
+    torch.save(state | strangers, path)
+    assert checkpoint.load_encoder(path).dim == 192
+    torch.save(state | {stray: torch.zeros(1)}, path)
+    with pytest.raises(checkpoint.LoadError, match=f"{stray} has no place in our encoder"):
+        checkpoint.load_encoder(path)
 
 
-def test_model_and_losses_need_nothing_but_torch():
-    for name in ("model.py", "losses.py"):
-        imports = re.findall(r"^(?:import|from) (\w+)", (HERE / name).read_text(), re.M)
-        assert imports and set(imports) <= {"torch", *sys.stdlib_module_names}
+@pytest.mark.parametrize("prefix", ("", "module."))
+def test_checkpoints_of_the_authors_release_load(tmp_path, prefix):
+    encoder, state = model.ViT(32, 8, dim=192, depth=4, heads=3, experts=3).eval(), {}
+    for name, value in encoder.state_dict().items():                     # in the words of the release
+        value.add_(0.05 * torch.randn_like(value))
+        name = prefix + "student." + re.sub(r"ls([12])\.gamma", r"gamma_\1", name)
+        if name.endswith("qkv.bias"):
+            value[192:384] = 0                                           # its keys have no bias
+            stem = name.removesuffix("qkv.bias")
+            state[f"{stem}q_bias"], _, state[f"{stem}v_bias"] = value.chunk(3)
+        elif found := re.fullmatch(r"(.*mlp\.)([wb])([12])", name):
+            for j, part in enumerate(value):
+                name = f"{found[1]}experts.{j}.fc{found[3]}.{'weight' if found[2] == 'w' else 'bias'}"
+                state[name] = part.T.contiguous() if found[2] == "w" else part
+        else:
+            state[name] = value
+    state[f"{prefix}teacher.cls_token"] = torch.zeros(1)
+    torch.save({"model": state, "config": {}}, tmp_path / "release.pt")
+    loaded, images = checkpoint.load_encoder(tmp_path / "release.pt").eval(), torch.rand(2, 3, 32, 32)
+    assert torch.allclose(loaded(images)[0], encoder(images)[0], atol=1e-6) and loaded.moe_blocks == [1, 3]
+
+
+def test_files_that_do_not_load_are_named_and_their_code_never_runs(tmp_path, capsys, photos, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, vit, bias = tmp_path / "x.pt", model.build_vit("vit_tiny").state_dict(), "blocks.3.norm1.bias"
+    for content, expected in (({"weight": torch.zeros(1)}, "neither an ExPLoRe checkpoint nor a timm-style ViT (it lacks"),
+                              ({k: v for k, v in vit.items() if k != bias}, bias),
+                              (vit | {bias: torch.zeros(3)}, bias), (None, "x.pt: no such file"),
+                              ([1, 2], "is neither an"), (b"cos\nmkdir\n(S'sprung'\ntR.", "not a PyTorch file of plain")):
+        path.unlink(missing_ok=True)
+        if isinstance(content, bytes):      # a pickle that makes a folder
+            path.write_bytes(content)
+        elif content is not None:
+            torch.save(content, path)
+        error = refusal(capsys, "knn", str(path), "--data", photos)
+        assert str(path) in error and expected in error and len(error.splitlines()) == 1, error
+        assert "weights_only" not in error
+    for name in ("finetune", "linear", "segment", "routing"):             # every stage asks the same question
+        assert f"{path}: not a PyTorch file" in refusal(capsys, name, str(path), "--data", photos)
+    assert not Path("sprung").exists()
+    torch.save({"model": {"head.weight": torch.zeros(1)}, "encoder": nano().config, "args": {}}, path)
+    assert f"{path} holds a probe without its encoder; give" in refusal(capsys, "knn", str(path), "--data", photos)
 
 
 def test_position_embeddings_resize_to_another_grid():
     ramp = torch.arange(4.0)[:, None].expand(4, 4).reshape(1, 16, 1)
     embed = torch.cat([torch.full((1, 1, 1), 7.0), ramp], dim=1)
-    assert model.resize_pos_embed(embed, 4) is embed
-    larger = model.resize_pos_embed(embed, 8)[0]
+    assert checkpoint.resize_pos_embed(embed, 4) is embed
+    larger = checkpoint.resize_pos_embed(embed, 8)[0]
     rows, expected = larger[1:].view(8, 8)[2:6], torch.tensor([[0.75], [1.25], [1.75], [2.25]])
     assert larger[0] == 7 and torch.allclose(rows, expected.expand(4, 8), atol=0.05)      # a ramp stays one
 
 
-def test_the_decoder_puts_every_visible_token_back_where_it_came_from():
-    decoder = model.PixelDecoder(model.ViT(32, 8, dim=192, depth=0, heads=2), dim=192, depth=0)
-    for layer in (decoder.embed, decoder.pixels):     # with no blocks, positions or norm, nothing changes
-        nn.init.eye_(layer.weight)
-    decoder.norm = nn.Identity()
-    nn.init.zeros_(decoder.pos_embed)
-    nn.init.constant_(decoder.mask_token, -1)
-    tags = torch.arange(16.0)[None, :, None].expand(3, 16, 192)      # a patch says its place
-    mask = torch.stack([torch.randperm(16) for _ in range(3)]) >= 9
-    ids_keep, ids_restore = model.shuffle_visible(mask, torch.rand(3, 16), 9)
-    expected = torch.where(mask[..., None], -1.0, tags)
-    assert torch.equal(decoder(model.gather_patches(tags, ids_keep), ids_restore), expected)
-    assert torch.equal(decoder(tags, mask=mask), expected)
-
-
-def test_the_decoder_has_8_blocks_of_width_512_and_positions_of_its_own():
-    encoder = nano(experts=2)
-    student = model.Explore(encoder, 8, dense=True, pixels=True)
-    decoder = student.decoder
-    assert len(decoder.blocks) == 8 and decoder.blocks[0].attn.heads == 16
-    assert decoder.pos_embed.shape == (1, 16, 512) and student.mask_token.shape == (1, 1, 96)
-    assert not any("phi" in name or "ls1" in name for name in decoder.state_dict())      # as the release's
-    assert not any("mask_token" in name for name in encoder.state_dict())
-    pred = student(torch.rand(2, 3, 32, 32), torch.rand(2, 16) < 0.5)
-    assert pred.tokens.shape == (2, 17, 8) and pred.pixels.shape == (2, 16, 192)
-    assert pred.routing[3].dispatch.shape == (2, 17, 2)
-    pred.pixels.sum().backward()
-    assert student.mask_token.grad.any() and decoder.mask_token.grad.any() and encoder.cls_token.grad.any()
-
-
-# ----------------------------------------------------------------------------------------------- teachers
+# ------------------------------------------------------------------------------------------------- teacher
 
 @pytest.fixture(scope="session")
 def small_clips(tmp_path_factory):
@@ -797,7 +827,7 @@ def test_a_clip_teacher_is_open_clips_own_forward(small_clips, tmp_path):
     for parameter in theirs.parameters():      # no bias is zero, no norm neutral
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     torch.save(theirs.state_dict(), path)
-    teacher, images = model.build_teacher(f"small-16/{path}", grid=4), torch.rand(2, 3, 64, 64)
+    teacher, images = build_teacher(f"small-16/{path}", grid=4), torch.rand(2, 3, 64, 64)
     mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
     assert teacher(images).shape == (2, 17, 64) and teacher.dim == 64
     assert torch.allclose(pooled(teacher, images), theirs.visual(TF.normalize(images, mean, std)), atol=1e-5)
@@ -809,7 +839,7 @@ def test_quick_gelu_comes_from_the_tag_or_from_the_models_name(small_clips, monk
     file, images = str(tmp_path / "weights.pt"), torch.rand(2, 3, 64, 64)
     torch.save(open_clip.create_model("small-16-quickgelu").state_dict(), file)
     expected = open_clip.create_model("small-16-quickgelu", file).eval().visual
-    quick, normal = (model.build_teacher(f"small-16{name}/{file}", grid=4) for name in ("-quickgelu", ""))
+    quick, normal = (build_teacher(f"small-16{name}/{file}", grid=4) for name in ("-quickgelu", ""))
     expected = expected((images - quick.mean) / quick.std)
     assert torch.allclose(pooled(quick, images), expected, atol=1e-6)
     assert not torch.allclose(pooled(normal, images), expected, atol=1e-4)
@@ -818,14 +848,14 @@ def test_quick_gelu_comes_from_the_tag_or_from_the_models_name(small_clips, monk
     for module in (open_clip, open_clip.factory):
         monkeypatch.setattr(module, "get_pretrained_cfg", lambda name, tag: dict(url="", quick_gelu=True))
     monkeypatch.setattr(open_clip.factory, "download_pretrained", lambda *a, **k: file)
-    assert torch.allclose(pooled(model.build_teacher("small-16/tag", grid=4), images), expected, atol=1e-6)
+    assert torch.allclose(pooled(build_teacher("small-16/tag", grid=4), images), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("name, size", (("small-16", 96), ("small-8", 48)))
 def test_a_teacher_of_another_patch_size_has_the_students_grid(small_clips, name, size):
     state, images = torch.get_rng_state(), torch.rand(2, 3, 48, 48)
     state = torch.get_rng_state()
-    teacher, again = (model.build_teacher(f"{name}/random", grid=6) for _ in range(2))
+    teacher, again = (build_teacher(f"{name}/random", grid=6) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), state)      # random teachers do not touch the global RNG
     assert teacher.image_size == size and teacher(images).shape == (2, 37, 64)
     resized = F.interpolate(images, (size, size), mode="bicubic", antialias=True).clamp(0, 1)
@@ -841,79 +871,85 @@ def test_every_kind_of_teacher_works_in_every_precision(small_clips, tmp_path, k
     elif kind != "clip":
         write_checkpoint(name, experts=3 if kind == "experts" else 0)
     images = torch.rand(2, 3, 32, 32)
-    exact = model.build_teacher(name, grid=4)(images)
+    exact = build_teacher(name, grid=4)(images)
     if kind in ("experts", "no experts"):
-        assert torch.equal(exact, model.load_encoder(name).eval()(data.normalize(images))[0])
-    assert model.build_teacher(name, grid=6)(images).shape == (2, 37, exact.shape[2])
+        assert torch.equal(exact, checkpoint.load_encoder(name).eval()(data.normalize(images))[0])
+    assert build_teacher(name, grid=6)(images).shape == (2, 37, exact.shape[2])
     for precision, error in ((torch.bfloat16, 0.02), (torch.float16, 0.003)):
-        features = model.build_teacher(name, grid=4).to(dtype=precision)(images)
+        features = build_teacher(name, grid=4).to(dtype=precision)(images)
         assert features.dtype == precision
         assert ((features.float() - exact).norm() / exact.norm()).item() < error
 
 
-# --------------------------------------------------------------------------------------------------- data
+def test_a_clip_teacher_that_cannot_be_downloaded_is_named(capsys, stage, monkeypatch):
+    import open_clip
+    monkeypatch.setattr(open_clip.factory, "download_pretrained", Mock(side_effect=OSError("no network")))
+    openai, laion = (refusal(capsys, "pretrain", *stage("pretrain", "--teacher", f"ViT-B-16/{tag}"))
+                     for tag in ("openai", "laion2b_s34b_b88k"))
+    assert openai.startswith("teacher ViT-B-16/openai: ") and "no network" in openai
+    assert "ViT-B-16-quickgelu/FILE" in openai      # as ViT-B-16/FILE, its targets would silently be wrong
+    assert "quickgelu" not in laion
 
-@pytest.mark.parametrize("decoder", ("torchvision", "pillow"))
-def test_odd_images_load_right(tmp_path, monkeypatch, decoder):
-    folder, shown = tmp_path / "train" / "ant", {}
-    folder.mkdir(parents=True)
+
+# ---------------------------------------------------------------------------------------------- data, shapes
+
+def outside_blocks(mask, smallest):
+    """Masked patches that no fully masked rectangle of `smallest` patches and aspect 0.25 to 4 covers."""
+    covered = np.zeros_like(mask)
+    for h, w in np.ndindex(15, 15):
+        if h * w >= smallest and 0.25 <= h / w <= 4:
+            for top, left in np.ndindex(15 - h, 15 - w):
+                if mask[top:top + h, left:left + w].all():
+                    covered[top:top + h, left:left + w] = True
+    return (mask & ~covered).sum()
+
+
+def test_block_masks_have_exact_counts_and_are_blocks():
+    rng, lone = np.random.default_rng(0), []
+    for grid, ratio in ((14, 0.4), (14, 0.75), (8, 0.4), (6, 0.5), (2, 0.4)):
+        for _ in range(50):
+            mask = data.block_mask(rng, grid, ratio)
+            assert mask.sum() == int(ratio * grid ** 2)
+            if (grid, ratio) == (14, 0.4):
+                lone.append(outside_blocks(mask.reshape(grid, grid), 16))
+    assert np.mean(lone) < 8 and max(lone) < 16      # nearly all 78 lie in whole blocks of at least 16
+    scattered = [outside_blocks(rng.permutation(196).reshape(14, 14) < 78, 16) for _ in range(20)]
+    assert min(scattered) > 70                        # as those of a random mask do not
+
+
+def test_odd_images_load_right(tmp_path):
     y, x = np.mgrid[0:64, 0:80]
     picture = np.stack([y * 3, x * 3, x + y], -1).astype(np.uint8)
-    image, turned, lossless = Image.fromarray(picture), Image.Exif(), dict(lossless=True)
-    turned[0x0112] = 6                                                     # stored lying on its side
-    lying, turned, grey = image.transpose(2), dict(exif=turned.tobytes()), np.asarray(image.convert("L"))
-    movie = dict(save_all=True, append_images=[image.transpose(0), image.transpose(1)])
+    image, exif, gray = Image.fromarray(picture), Image.Exif(), picture.mean(-1).astype(np.uint8)
+    exif[0x0112] = 6                                                       # stored lying on its side
+    half = Image.fromarray(np.dstack([picture, np.where(x < 40, 255, 0).astype(np.uint8)]))
     for name, stored, wanted, how in (
-            ("png_named.JPEG", image, picture, dict(format="PNG")),
-            ("cmyk.jpg", image.convert("CMYK"), picture, {}), ("grey.jpg", image.convert("L"), grey, {}),
-            ("turned.jpg", lying, picture, turned), ("turned.png", lying, picture, turned),
-            ("turned.webp", lying, picture, turned | lossless), ("movie.png", image, picture, movie),
-            ("movie.webp", image, picture, movie | lossless),
-            ("alpha.png", image.convert("RGBA"), picture, {}),
-            ("bilevel.png", image.convert("1"), np.asarray(image.convert("1")) * np.uint8(255), {}),
+            ("png_named.JPEG", image, picture, dict(format="PNG")), ("cmyk.jpg", image.convert("CMYK"), picture, {}),
+            ("gray.jpg", Image.fromarray(gray), gray, {}), ("turned.jpg", image.transpose(2), picture, dict(exif=exif)),
+            ("alpha.png", half, np.where(x[..., None] < 40, picture, 255), {}),
             ("palette.png", image.convert("P"), np.asarray(image.convert("P").convert("RGB")), {}),
-            ("long.jpg", Image.new("RGB", (20000, 1), "red"), np.full((1, 20000, 3), (254, 0, 0)), {}),
-            (os.fsdecode(b"caf\xe9.png"), image, picture, {}),
-            ("16bit.png", Image.fromarray(grey.astype(np.uint16) * 257), grey, {})):
-        stored.save(os.path.join(folder, name), **dict(quality=95) | how)
-        shown[name] = wanted if wanted.ndim == 3 else np.stack([wanted] * 3, -1)
-    if decoder == "pillow":
-        monkeypatch.setattr(data, "decode_image", None)
-    images = data.Folder(str(tmp_path), "train")
-    assert len(images) == len(shown)
-    for i, path in enumerate(images.samples):
-        name, seen = os.path.basename(os.fsdecode(path)), images[i][0].permute(1, 2, 0).numpy()
-        assert seen.dtype == np.uint8 and seen.shape == shown[name].shape, name
-        assert np.abs(seen.astype(int) - shown[name]).mean() < (2 if name.endswith("jpg") else 0.7), name
-    views = data.TrainViews(images, 32, 0, grid=4, mask_ratio=0.4)
-    batch, = data.load(views, [[(0, i) for i in range(len(shown))]], 1, torch.device("cpu"))
-    assert batch["image"].shape == (len(shown), 3, 32, 32)
+            ("movie.webp", image, picture, dict(save_all=True, append_images=[image.transpose(0)], lossless=True)),
+            ("16bit.png", Image.fromarray(gray.astype(np.uint16) * 257), gray, {})):
+        stored.save(tmp_path / name, **dict(quality=95) | how)
+        seen = data.read_image(tmp_path / name).permute(1, 2, 0).numpy()
+        wanted = wanted if wanted.ndim == 3 else np.stack([wanted] * 3, -1)
+        assert seen.dtype == np.uint8 and np.abs(seen.astype(int) - wanted).mean() < 2, name
 
 
-def test_data_py_needs_no_decoders_of_torchvision():
-    """It will remove them."""
-    program = ("from torchvision import io; del io.decode_image, io.ImageReadMode; "
-               "import data; print(data.decode_image)")
-    assert start("-W", "ignore", "-c", program).communicate()[0] == "None\n"
-
-
-@pytest.mark.parametrize("fault, workers", (("cut", 0), ("bomb", 0), ("gone", 1), ("text", 2)))
+@pytest.mark.parametrize("fault, workers", (("cut", 0), ("gone", 1), ("text", 2)))
 def test_an_image_that_cannot_be_read_is_named(stage, photos, tmp_path, capsys, monkeypatch, fault, workers):
     shutil.copytree(Path(photos, "train", "class_0"), tmp_path / "train" / "ant")
     path = tmp_path / "train" / "ant" / "3.jpg"
-    whole = path.read_bytes()
-    at = whole.index(b"\xff\xc0") + 5                                  # in the frame header: height, width
     if fault == "gone":
         at_step(monkeypatch, 0, path.unlink)                               # while the epoch is under way
     else:
-        path.write_bytes({"cut": whole[:-40], "text": b"no image at all",
-                          "bomb": whole[:at] + b"\xf0\xf0\xf0\xf0" + whole[at + 4:]}[fault])
-    argv = stage("pretrain", "--data", str(tmp_path), "--workers", str(workers), "--epochs", "9")
+        path.write_bytes({"cut": path.read_bytes()[:-40], "text": b"no image at all"}[fault])
+    argv = stage("pretrain", "--data", str(tmp_path), f"--workers {workers} --epochs 9")
     if workers < 2:
-        error = refusal(capsys, pretrain, *argv)
+        error = refusal(capsys, "pretrain", *argv)
     else:                                                                  # it leaves, and so do its loaders
         process = start(HERE / "pretrain.py", *argv)
-        error = process.communicate(timeout=60)[1]
+        error = process.communicate(timeout=300)[1]
         assert process.returncode == 2 and "Traceback" not in error
     assert f"cannot read the image {path} (" in error
 
@@ -922,32 +958,53 @@ def test_classes_are_those_of_train_and_folders_that_do_not_fit_are_named(capsys
     folders = [tmp_path / name for name in ("train/ant", "train/bee", "val/bee")]
     for folder in folders:
         folder.mkdir(parents=True)
-    error = refusal(capsys, pretrain, *stage("pretrain", "--data", str(tmp_path)))
+    error = refusal(capsys, "pretrain", *stage("pretrain", "--data", str(tmp_path)))
     assert f"no image in {tmp_path / 'train'}" in error
     for folder in folders:
         Image.new("RGB", (8, 8)).save(folder / "x.png")
     val = data.Folder(str(tmp_path), "val")
     assert val.classes == ["ant", "bee"] and val[0][1] == 1
     (tmp_path / "val" / "wasp").mkdir()
-    error = refusal(capsys, finetune, *stage("finetune", "--data", str(tmp_path)))
+    error = refusal(capsys, "finetune", *stage("finetune", "--data", str(tmp_path)))
     assert f"class 'wasp' of {tmp_path / 'val'} is not among those of train/" in error
 
 
+class Downloaded(list):
+    """Stands for a torchvision set: PIL images and labels."""
+    classes = ["ant", "bee"]
+
+    def __init__(self, root, split=None, train=False, transform=None, download=False):
+        assert root == "data" and download
+        images = 3 if train or split == "train" else 2
+        super().__init__((transform(Image.new("L", (20, 10), 50 * i)), i % 2) for i in range(images))
+
+
+@pytest.mark.parametrize("name, kind", (("cifar10", "CIFAR10"), ("food101", "Food101")))
+def test_torchvisions_sets_are_downloaded_or_refused_in_words(capsys, stage, monkeypatch, name, kind):
+    monkeypatch.setattr(data, kind, Downloaded)
+    images, val = (data.open_images(name, split, 32) for split in ("train", "val"))
+    image, label = images[1]
+    assert (len(images), len(val), label) == (3, 2, 1) and image.shape == (3, 10, 20) and (image == 50).all()
+    monkeypatch.setattr(data, kind, Mock(side_effect=OSError("no route to host")))
+    error = refusal(capsys, "pretrain", *stage("pretrain", "--data", name))
+    assert error.startswith(f"--data {name}: torchvision could not download it (no route to host)")
+
+
 def batches(photos, workers=0, world=1, rank=0):
-    images = data.Folder(photos, "train")
+    images, machine = data.Folder(photos, "train"), argparse.Namespace(workers=workers, device=torch.device("cpu"))
     order = data.train_order(len(images), 12, 6, 42, 0, 5, rank, world)
-    return list(data.load(data.TrainViews(images, 32, 42, 4, 0.4), order, workers, torch.device("cpu")))
+    return list(data.load(data.TrainViews(images, 32, 42, 4, 0.4), order, machine))
 
 
 def test_workers_and_processes_change_nothing_about_an_image(photos):
     alone, helped = batches(photos), batches(photos, workers=2)
     assert len(alone) == len(helped) == 10                       # 5 steps of 2 micro-batches
     for a, b in zip(alone, helped):
-        assert a.keys() == b.keys() == {"image", "label", "flip", "jitter", "mask", "noise"}
+        assert a.keys() == b.keys() == {"image", "label", "flip", "jitter", "mask"}
         assert all(torch.equal(a[key], b[key]) for key in a)
     pairs = zip(*(batches(photos, world=2, rank=rank) for rank in range(2)))
     for step, pair in enumerate(pairs):                          # two processes share the images that one has
-        one, two = (torch.cat([b["noise"] for b in part]) for part in (alone[2 * step:2 * step + 2], pair))
+        one, two = (torch.cat([b["jitter"][:, 0] for b in part]) for part in (alone[2 * step:2 * step + 2], pair))
         assert sorted(one.tolist()) == sorted(two.tolist())
 
 
@@ -979,7 +1036,7 @@ def test_crops_are_drawn_as_random_resized_crop_draws_them():
         assert 0 < h <= height and 0 < w <= width and top + h <= height and left + w <= width
 
 
-def test_flip_and_colour_jitter_are_torchvisions_image_by_image():
+def test_flip_and_color_jitter_are_torchvisions_image_by_image():
     image, factors = torch.randint(0, 256, (5, 3, 8, 8), dtype=torch.uint8), 0.6 + 0.8 * torch.rand(5, 3)
     flip = torch.tensor([True, False, True, False, False])
     ours = data.augment(dict(image=image, flip=flip, jitter=factors))
@@ -989,122 +1046,120 @@ def test_flip_and_colour_jitter_are_torchvisions_image_by_image():
         assert torch.allclose(ours[i], theirs, atol=1e-5)
 
 
-def test_evaluation_views_are_resize_256_and_centre_crop_224(monkeypatch):
+def test_evaluation_views_are_resize_256_and_center_crop_224(monkeypatch):
     image = torch.randint(0, 256, (3, 300, 500), dtype=torch.uint8)
     resized = TF.resize(image, 256, interpolation=TF.InterpolationMode.BICUBIC, antialias=True)
-    assert torch.equal(data.centre_view(image, 224), TF.center_crop(resized, 224))
-    assert data.centre_view(image[:, :1], 32).shape == (3, 32, 32)
+    assert torch.equal(data.center_view(image, 224), TF.center_crop(resized, 224))
+    assert data.center_view(image[:, :1], 32).shape == (3, 32, 32)
     calls = spy(monkeypatch, data.TF, "resize")      # of a very long image, only the middle is resized
-    data.centre_view(torch.zeros(3, 10, 20000, dtype=torch.uint8), 224)
+    data.center_view(torch.zeros(3, 10, 20000, dtype=torch.uint8), 224)
     assert [call.args[0].shape for call in calls] == [(3, 10, 40)]
 
 
 def test_shapes_are_the_same_every_time_and_their_masks_are_the_object():
-    train, val = data.Shapes("train", 48), data.Shapes("val", 48)
+    train, val = Shapes("train", 48), Shapes("val", 48)
     image, label = train[7]
-    assert torch.equal(image, data.Shapes("train", 48)[7][0]) and not torch.equal(image, val[7][0])
+    assert torch.equal(image, Shapes("train", 48)[7][0]) and not torch.equal(image, val[7][0])
     assert train.classes[label] == "spotted blue" and train.annotation(7).unique().tolist() == [1, 9]
-    for index in range(0, 40, 2):                               # striped ones: their object is colourful
+    for index in range(0, 40, 2):                               # striped ones: their object is colorful
         picture, mask = train[index][0].float(), train.mask(index)
         spread = picture.amax(0) - picture.amin(0)
         assert 0.02 < mask.float().mean() < 0.6 and spread[mask].mean() > spread[~mask].mean()
 
 
-# ----------------------------------------------------------------------------------------------- training
-
-def at_step(monkeypatch, step, action):
-    """Calls `action` in the middle of one step, counted over all runs of the test from 0."""
-    steps, set_rate = itertools.count(), common.set_rate
-
-    def wrapped(*args):
-        if next(steps) == step:
-            action()
-        set_rate(*args)
-    monkeypatch.setattr(common, "set_rate", wrapped)
+def test_names_of_images_are_told_apart_by_class_and_file(photos, scenes, tmp_path):
+    images, copy = data.Folder(photos, "train"), shutil.copytree(photos, tmp_path / "copy")
+    assert data.digest(images) == data.digest(data.Folder(str(copy), "train"))
+    (copy / "train/class_3").rename(copy / "train/class_9")
+    sets = (images, data.Folder(str(copy), "train"), segment.Scenes(scenes, "training"),
+            segment.Scenes(scenes, "validation"), Shapes("train", 8), Shapes("val", 8))
+    assert len({data.digest(images, images), *map(data.digest, sets)}) == 7
 
 
-def test_the_schedule_warms_up_to_the_peak_and_ends_at_the_floor():
-    rates = [common.learning_rate(step, 100, 10, 1.5e-3, 1e-6) for step in range(100)]
-    assert rates[0] == pytest.approx(1.5e-4) and rates[9] == 1.5e-3 and rates[99] == pytest.approx(1e-6)
-    assert rates[54] == pytest.approx((1.5e-3 + 1e-6) / 2) and rates[9:] == sorted(rates[9:], reverse=True)
-    assert common.learning_rate(9, 10, 0, 1.0, 0.0) == 0
-    assert common.learning_rate(54, 100, 10, 1.0, 0.0, linear=True) == pytest.approx(0.5)
+# ------------------------------------------------------------------------------------- machine, optimization
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA")
+def test_without_cuda_fp16_becomes_float32_in_one_line(capsys):
+    args = pretrain.parse_args([])
+    machine = common.Machine(args)
+    assert machine.amp is None and machine.compile is False and vars(args) == vars(pretrain.parse_args([]))
+    line, = capsys.readouterr().out.splitlines()
+    assert "--amp fp16 becomes off" in line and "--amp bf16" in line
+    assert common.Machine(pretrain.parse_args(["--amp", "bf16"])).amp == torch.bfloat16
+
+
+def test_a_process_has_its_share_of_the_cores_as_loaders(monkeypatch):
+    def workers(*argv):
+        return common.Machine(pretrain.parse_args([*argv, "--amp", "off"])).workers
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(24)), raising=False)
+    assert workers() == 16 and workers("--workers", "40") == 40
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert workers() == 6
+    monkeypatch.delattr(os, "sched_getaffinity")                # macOS has none
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert workers() == 3
+
+
+def test_an_error_of_any_machine_is_printed(monkeypatch, capsys):
+    def fails(args):
+        raise common.UserError("no such disk")
+    for rank, local_rank, says in (("2", "0", True), ("3", "1", False)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(SystemExit):
+            common.run(fails, None)
+        assert ("no such disk" in capsys.readouterr().err) == says
+
+
+def test_the_first_process_downloads_then_that_of_each_machine_then_the_others(monkeypatch):
+    """Seen from each process: how many barriers it passes before and after."""
+    barriers, groups = Mock(), Mock()
+    monkeypatch.setattr(common.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(common.dist, "new_group", groups)
+    monkeypatch.setattr(common.dist, "barrier", barriers)
+    for rank, local_rank, before in (("0", "0", 0), ("4", "0", 1), ("1", "1", 2), ("5", "1", 2)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        barriers.reset_mock()
+        with common.one_after_another():
+            assert barriers.call_count == before
+        assert barriers.call_count == 2
+    assert groups.call_args.kwargs["timeout"].days == 1
+
+
+def test_batches_must_divide_among_processes():
+    with pytest.raises(common.UserError, match="--batch-size 10 is not a multiple of the 4 processes"):
+        common.make_plan(pretrain.parse_args(["--batch-size", "10"]), 4, 100)
+    for world, micro_steps in ((4, 4), (1, 16)):
+        assert common.make_plan(pretrain.parse_args([]), world, 1281167)[:3] == (256, micro_steps, 312)
 
 
 @pytest.mark.parametrize("name, flags, expected", (
-    ("pretrain", [], (3000, 400)), ("finetune", ["--epochs", "20"], (200, 10)),
-    ("linear", ["x.pt", "--epochs", "5"], (50, 5)), ("segment", ["x.pt", "--iterations", "1600"], (1600, 15)),
-    ("pretrain", ["--warmup-epochs", "0"], (3000, 0)), ("finetune", ["--warmup-epochs", "2"], (1000, 20))))
+    ("pretrain", "", (3000, 400)), ("finetune", "--epochs 20", (200, 10)), ("linear", "x.pt --epochs 5", (50, 5)),
+    ("segment", "x.pt --iterations 1600", (1600, 15)), ("pretrain", "--warmup-epochs 0", (3000, 0)),
+    ("finetune", "--warmup-epochs 2", (1000, 20))))
 def test_a_default_warm_up_keeps_its_share_and_a_given_one_is_taken_as_it_is(name, flags, expected):
-    assert common.schedule(SCRIPTS[name].parse_args(flags), 10) == expected
-
-
-def test_weight_decay_spares_biases_norms_scales_positions_and_tokens():
-    student = model.Explore(nano(experts=2), 8, dense=True)
-    decayed = {name for name, p in student.named_parameters() if common.decays(name, p)}
-    kinds = {re.sub(r"encoder.blocks\.\d+.", "", name) for name in decayed}
-    assert kinds == {"head.weight", "encoder.patch_embed.proj.weight", "attn.qkv.weight", "attn.proj.weight",
-                     "mlp.fc1.weight", "mlp.fc2.weight", "mlp.phi", "mlp.w1", "mlp.w2"}
-    groups = common.adamw(student, 1e-3, 0.05, (0.9, 0.95)).param_groups
-    assert sorted(group["weight_decay"] for group in groups) == [0, 0.05]
-    assert sum(len(group["params"]) for group in groups) == len(list(student.parameters()))
+    args = SCRIPTS[name].parse_args([*flags.split(), "--batch-size", "10"])
+    plan = common.make_plan(args, 1, 100)
+    assert (plan.steps, plan.warmup) == expected
+    rates = [common.learning_rate(step, plan, 1.5e-3, 1e-6) for step in range(plan.steps)]
+    assert max(rates) == rates[max(plan.warmup - 1, 0)] and rates[-1] == pytest.approx(1e-6)
 
 
 @pytest.mark.parametrize("amp, clip", (("fp16", 3.0), ("off", 3.0), ("off", 0.0)))
-def test_updates_are_clipped_and_skipped_and_counted_where_a_gradient_is_not_finite(amp, clip, tmp_path):
-    run = common.Run(pretrain.parse_args(["--out", str(tmp_path), "--amp", "off"]))
-    grad_scaler = scaler(init_scale=1024.0) if amp == "fp16" else run.scaler
+def test_updates_are_clipped_and_skipped_and_counted_where_a_gradient_is_not_finite(amp, clip):
+    machine = common.Machine(pretrain.parse_args(["--amp", "off"]))
+    grad_scaler = scaler(init_scale=1024.0) if amp == "fp16" else machine.scaler
     layer = nn.Linear(4, 4, bias=False)
     optimizer, before = common.adamw(layer, 0.1, 0.05, (0.0, 0.95)), layer.weight.detach().clone()
-    for value, scale in ((math.inf, 512), (math.nan, 256), (1e30, 128), (1.0, 128)):      # 1e30: norm inf
+    for value, scale in ((math.inf, 512), (math.nan, 256), (1.0, 256)):
         grad_scaler.scale(100 * layer(torch.ones(1, 4)).sum()).backward()
         layer.weight.grad[0, 0] *= value
-        metrics = common.update(optimizer, grad_scaler, clip)
+        metrics = common.optimizer_step(optimizer, grad_scaler, clip)
         assert metrics["skipped"].item() == (value != 1.0) == torch.equal(layer.weight, before)
         assert grad_scaler.get_scale() == (scale if amp == "fp16" else 1.0)
     assert metrics["grad_norm"].item() == 400                   # of the unscaled gradients, before clipping
     assert optimizer.state[layer.weight]["exp_avg"].norm().item() == pytest.approx(clip or 400, rel=1e-4)
-
-
-def test_training_lowers_the_loss_and_logs_the_diagnostics(stage):
-    state, log = train(stage("pretrain", "--epochs", "20", "--lr", "2e-3"))
-    first, last = log[0], log[-1]
-    assert last["token"] < 0.7 * first["token"] and last["cls"] < first["cls"]
-    assert state["step"] == 80 and [line["step"] for line in log] == [20, 40, 60, 80]
-    names = "token_unweighted token_ratio lr images_per_second loader_wait skipped grad_norm epoch"
-    assert all(isinstance(last[name], float | int) for name in names.split())
-    names = "entropy dispatch_cv cls_share scale objective_weights"      # experts, MoE blocks, objectives
-    assert all(len(last[name]) == 2 for name in names.split())
-    assert last["loss"] == pytest.approx(last["token"] + 0.4 * last["cls"] + last["entropy_loss"], rel=1e-3)
-    assert last["entropy"][0] <= math.log(11) + 1e-5         # 10 visible patches and [CLS]
-
-
-COMPILER = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-inductor = pytest.param("", "inductor", marks=pytest.mark.skipif(
-    not COMPILER or " " in tempfile.gettempdir(),
-    reason="inductor needs a C++ compiler, and a temporary folder without a space in its path"))
-
-
-@pytest.mark.parametrize("flags, backend", (
-    inductor, ("--balance gradnorm", "aot_eager"),
-    ("--objective token_cls_pixel --encoding dense --importance-weight 1", "aot_eager")))
-def test_compiled_training_follows_the_plain_curve(stage, monkeypatch, flags, backend):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    flags = ["--drop-path", "0", "--max-steps", "2", "--micro-batch", "4", *flags.split()]
-    (plain, plain_log), (compiled, compiled_log) = (
-        train(stage("pretrain", *flags, flag, out=flag)) for flag in ("--no-compile", "--compile"))
-    assert_same_curve(plain_log, compiled_log)
-    assert_close(plain, compiled)
-
-
-def test_one_process_and_accumulation_follow_the_same_curve(stage, monkeypatch):
-    monkeypatch.setattr(model.PixelDecoder.__init__, "__defaults__", (64, 1, 2))
-    flags = ("--drop-path 0 --balance gradnorm --gradnorm-lr 0.2 --objective token_cls_pixel "
-             "--encoding dense --micro-batch").split()
-    whole, whole_log = train(stage("pretrain", *flags, "8", out="whole"))
-    parts, parts_log = train(stage("pretrain", *flags, "2", out="parts"))
-    assert_same_curve(parts_log, whole_log)
-    assert_close(parts, whole)
 
 
 def test_gradients_stay_in_ddps_buckets_so_that_accumulation_needs_no_second_copy():
@@ -1118,68 +1173,40 @@ def test_gradients_stay_in_ddps_buckets_so_that_accumulation_needs_no_second_cop
                 with context:
                     grad_scaler.scale(parallel(torch.randn(2, 4)).sum()).backward()
                 places.append({p.grad.untyped_storage().data_ptr() for p in layer.parameters()})
-            common.update(optimizer, grad_scaler, 3.0)
+            common.optimizer_step(optimizer, grad_scaler, 3.0)
     finally:
         torch.distributed.destroy_process_group()
     assert places[2] == places[3] == places[4] == places[5]      # DDP lays them out after the first step
     assert len(places[2]) == 1
 
 
-def test_the_run_folder_is_named_after_the_flags_that_matter():
-    plain, free, four, saves, *others = (pretrain.parse_args(flags.split()).out for flags in (
-        "", "--workers 3 --micro-batch 8 --max-steps 4", "--experts 4", "--experts 4 --save-every 1",
-        "--lr 1e-3", "--lr 1e-4", "--detach", "--entropy-weight 5 24", "--amp bf16"))
-    assert plain == free == "runs/pretrain" and four == saves == "runs/pretrain_experts=4"
-    assert len({plain, four, *others}) == 7
+class HostReads(torch.utils._python_dispatch.TorchDispatchMode):
+    """Refuses the operations that make the host wait for a device."""
+    waiting = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique2", "item")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket.__name__ not in self.waiting
+        return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA")
-def test_without_cuda_fp16_becomes_float32_in_one_line(capsys):
-    args = pretrain.parse_args([])
-    assert common.Process(args).amp is None and args.compile is False and args.amp == "off"
-    line, = capsys.readouterr().out.splitlines()
-    assert "--amp fp16 becomes off" in line and "--amp bf16" in line
-    assert common.Process(pretrain.parse_args(["--amp", "bf16"])).amp == torch.bfloat16
+@pytest.mark.parametrize("flags", (
+    "", "--recompute --balance rlw", "--experts 0 --balance gradnorm",
+    "--encoding dense --objective token_cls_pixel --importance-weight 1"))
+def test_the_host_waits_for_nothing_between_logged_steps(stage, monkeypatch, flags):
+    """A step reads no value of a tensor; on a GPU each such read would empty the queue."""
+    reads = HostReads()
+    at_step(monkeypatch, 0, reads.__enter__)
+    at_step(monkeypatch, 1, lambda: reads.__exit__(None, None, None))
+    train(stage("pretrain", f"--max-steps 3 --repeat-batch {flags}"))
+    with reads, pytest.raises(AssertionError):                         # it does see them
+        torch.ones(1).item()
 
 
-def test_a_process_has_its_share_of_the_cores_as_loaders(monkeypatch):
-    def workers(*argv):
-        args = pretrain.parse_args([*argv, "--amp", "off"])
-        common.Process(args)
-        return args.workers
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(24)), raising=False)
-    assert workers() == 16 and workers("--workers", "40") == 40
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert workers() == 6
-    monkeypatch.delattr(os, "sched_getaffinity")                # macOS has none
-    monkeypatch.setattr(os, "cpu_count", lambda: 12)
-    assert workers() == 3
-
-
-def test_the_log_says_what_share_of_the_time_went_into_waiting_for_the_loader(stage, monkeypatch):
-    now, views = [0.0], data.TrainViews.__getitem__
-
-    def takes(seconds, function):
-        return lambda *args: (now.__setitem__(0, now[0] + seconds), function(*args))[1]
-    monkeypatch.setattr(common.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(data.TrainViews, "__getitem__", takes(0.5, views))      # 4 s for a batch of 8
-    monkeypatch.setattr(common, "set_rate", takes(6, common.set_rate))
-    line = train(stage("pretrain", "--max-steps", "3"))[1][-1]
-    assert line["loader_wait"] == pytest.approx(0.4) and line["images_per_second"] == pytest.approx(0.8)
-
-
-def test_a_router_that_collapses_is_warned_of_once(stage, monkeypatch, capsys):
-    objectives, ratios = losses.objectives, iter([0.25] * 20 + [0.15] * 60)
-
-    def collapses(*args, **keywords):
-        terms, regularizer, metrics = objectives(*args, **keywords)
-        return terms, regularizer, metrics | {"token_ratio": torch.tensor(next(ratios))}
-    monkeypatch.setattr(pretrain, "objectives", collapses)
-    train(stage("pretrain", "--epochs", "20"))
-    warning, = [line for line in re.split("[\n\r]", capsys.readouterr().err) if "collapses" in line]
-    assert warning.startswith("step 40: the router collapses: token_ratio") and "0.150" in warning
-    for ratio, warned in ((0.3, False), (0.09, True)):          # combine weights start at 1 / E
-        assert pretrain.warn_of_collapse({"step": 1, "token_ratio": ratio}, neutral=0.5) == warned
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")
+def test_no_step_synchronizes_a_gpu(stage, monkeypatch):
+    at_step(monkeypatch, 3, lambda: torch.cuda.set_sync_debug_mode("error"))
+    at_step(monkeypatch, 6, lambda: torch.cuda.set_sync_debug_mode("default"))
+    train(stage("pretrain", "--max-steps 8 --repeat-batch --amp fp16"))
 
 
 # -------------------------------------------------------------------------- every stage equals a plain loop
@@ -1236,24 +1263,26 @@ class Plain:
             wrong = (value - state["model"][name]).abs() > self.args.lr / 100 + 1e-4 * value.abs()
             # where a gradient is only rounding, so is what AdamW makes of it: keys' biases, those before BatchNorm
             felt = self.felt[value] > 1e-6 if value in self.felt else not name.endswith("running_mean")
-            assert not (wrong & felt).any(), name
+            assert (wrong & felt).double().mean() < 0.001, name
 
 
 def plain_pretraining(args, world=1):
-    """pretrain.main, image by image."""
-    sparse, names = args.encoding == "sparse", args.objective.split("_")
-    grid, experts = args.image_size // args.patch_size, args.experts
+    """pretrain.main, image by image"""
+    grid, experts, objectives = args.image_size // args.patch_size, args.experts, args.objective.split("_")
     images = data.open_images(args.data, "train", args.image_size)
     views = data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio)
-    teacher = model.load_encoder(args.teacher, grid=grid).eval()
+    teacher = checkpoint.load_encoder(args.teacher, grid=grid).eval()
     common.seed_everything(args.seed)
     encoder = model.build_vit(args.model, image_size=args.image_size, patch_size=args.patch_size,
                               experts=experts, moe_blocks=args.moe_blocks, drop_path=args.drop_path)
-    student = model.Explore(encoder, teacher.dim, dense=not sparse, pixels="pixel" in names)
+    student = model.Explore(encoder, teacher.dim, args.mask_ratio, args.encoding == "dense", "pixel" in objectives)
     plain = Plain(args, student, images, views, betas=args.betas, world=world)
-    weights = torch.tensor([dict(token=1.0, cls=args.cls_weight, pixel=args.pixel_weight)[n] for n in names])
+    weights = torch.tensor([dict(token=1.0, cls=args.cls_weight, pixel=args.pixel_weight)[n] for n in objectives])
+    lambdas = args.entropy_weight if len(args.entropy_weight or [5.0]) > 1 else (args.entropy_weight or [5.0]) * experts
+    lambdas = [x * (e in (args.entropy_experts or range(experts))) for e, x in enumerate(lambdas)]
+    blocks = args.loss_block or encoder.moe_blocks[-1:]
     if args.balance == "gradnorm":
-        weights, first, seen, shared = torch.ones(len(names)), None, [], list(encoder.norm.parameters())
+        weights, first, seen, shared = torch.ones(len(objectives)), None, [], list(encoder.norm.parameters())
     at = 0
     for step, share, batch in plain.steps():
         if step > at and args.balance == "gradnorm":      # between steps, from all micro-batches of the last
@@ -1262,63 +1291,25 @@ def plain_pretraining(args, world=1):
             rate = values / first
             goal = (weights * norms).mean() * (rate / rate.mean()) ** args.gradnorm_alpha
             weights = (weights - args.gradnorm_lr * torch.sign(weights * norms - goal) * norms).clamp_min(1e-3)
-            weights = weights / weights.sum() * len(names)
+            weights = weights / weights.sum() * len(objectives)
         if args.balance == "rlw":
             generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-            weights = torch.randn(len(names), generator=generator).softmax(0)
+            weights = torch.randn(len(objectives), generator=generator).softmax(0)
         at, pixels, mask = step, data.augment(batch), batch["mask"]
-        visible = grid ** 2 - int(args.mask_ratio * grid ** 2)
-        mean, std = (torch.tensor(x).view(3, 1, 1) for x in (model.IMAGENET_MEAN, model.IMAGENET_STD))
-        inputs = (pixels - mean) / std
         with torch.no_grad():
-            targets = teacher(inputs)[0]
-        ids = model.shuffle_visible(mask, batch["noise"], visible)
-        pred = student(inputs, mask, *(ids if sparse else ()))
-        losses_ = torch.zeros(len(names))
-        entropy = torch.zeros(experts)
-        for b in range(len(pixels)):
-            kept = ids[0][b] if sparse else torch.arange(grid ** 2)
-            routed = [pred.routing[block] for block in args.loss_block]
-            for k, name in enumerate(names):
-                if name == "cls":
-                    loss = 1 - F.cosine_similarity(pred.tokens[b, 0], targets[b, 0], dim=0)
-                else:
-                    if name == "token":
-                        target = F.layer_norm(targets[b, 1 + kept], [teacher.dim])
-                        loss = F.smooth_l1_loss(pred.tokens[b, 1:], target, reduction="none").mean(1)
-                        chosen = torch.ones(visible).bool() if sparse else mask[b]
-                    else:
-                        target = losses.patchify(pixels[b:b + 1], args.patch_size)[0]
-                        target = (target - target.mean(1, True)) / (target.var(1, keepdim=True) + 1e-6).sqrt()
-                        loss, chosen = (pred.pixels[b] - target).square().mean(1), mask[b]
-                    weight = torch.ones(len(loss))
-                    if routed and args.loss_weights != "uniform" and not (sparse and name == "pixel"):
-                        weight = sum(getattr(r, args.loss_weights)[b, 1:, int(name == "pixel")] for r in routed)
-                        weight = weight / len(routed)
-                        weight = weight.detach() if args.detach else weight
-                    total = chosen.sum() if args.loss_weights == "combine" else weight[chosen].sum()
-                    loss = (weight * loss)[chosen].sum() / total
-                losses_[k] = losses_[k] + loss / len(pixels)
-            for r in routed:
-                p = getattr(r, args.entropy_on)[b]
-                entropy = entropy - (p * p.log()).sum(0) / len(pixels) / len(routed)
-        loss = (weights * losses_).sum()
-        for e in range(experts):
-            lambda_e = args.entropy_weight[e if len(args.entropy_weight) > 1 else 0]
-            if e in (args.entropy_experts or range(experts)):
-                loss = loss - lambda_e * entropy[e]
-        for block in args.loss_block if args.importance_weight else ():
-            used = pred.routing[block].combine.sum((0, 1))
-            loss = loss + args.importance_weight * used.var(correction=0) / used.mean() ** 2 / len(args.loss_block)
+            targets = teacher(normalized(pixels))[0]
+        values, regularizer = plain_losses(student(normalized(pixels), mask), targets, pixels, mask, objectives, blocks,
+                                           args.loss_weights, args.detach, lambdas, args.entropy_on,
+                                           args.importance_weight)
         if args.balance == "gradnorm":
-            grads = [torch.autograd.grad(x, shared, retain_graph=True) for x in losses_]
-            seen.append((losses_.detach(), torch.stack([torch.cat(g) for g in grads])))
-        (share * loss).backward()
+            grads = [torch.autograd.grad(x, shared, retain_graph=True) for x in values]
+            seen.append((values.detach(), torch.stack([torch.cat(g) for g in grads])))
+        (share * ((weights * values).sum() + regularizer)).backward()
     return plain
 
 
 ODD = ("--max-steps 3 --epochs 3 --warmup-epochs 0.5 --lr 0.01 --min-lr 0.002 --weight-decay 0.5 --clip-grad 0.5 "
-       "--betas 0.8 0.7 --drop-path 0.4 --seed 7 --micro-batch 4 --save-every 1 --experts 3 ").split()
+       "--betas 0.8 0.7 --drop-path 0.4 --seed 7 --micro-batch 4 --save-every 1 --experts 3 ")
 
 
 @pytest.mark.parametrize("flags", (
@@ -1331,14 +1322,15 @@ ODD = ("--max-steps 3 --epochs 3 --warmup-epochs 0.5 --lr 0.01 --min-lr 0.002 --
     "--loss-weights uniform --balance gradnorm --gradnorm-alpha 0 --gradnorm-lr 0.1 --image-size 48"))
 def test_pretraining_equals_a_plain_loop(stage, monkeypatch, flags):
     monkeypatch.setattr(model.PixelDecoder.__init__, "__defaults__", (64, 1, 2))
-    argv = stage("pretrain", *ODD, *flags.split())
+    argv = stage("pretrain", ODD + flags)
     _, state, log = play("pretrain", argv)
     plain_pretraining(pretrain.parse_args(argv)).equals(state, log)
 
 
+@needs_loopback
 def test_two_processes_equal_a_plain_loop_over_the_images_of_both(stage, tmp_path):
     """Each with a drop path of its own, and one GradNorm for both."""
-    argv = stage("pretrain", *ODD, "--micro-batch", "2", "--balance", "gradnorm", "--gradnorm-lr", "0.3")
+    argv = stage("pretrain", ODD + "--micro-batch 2 --balance gradnorm --gradnorm-lr 0.3")
     torchrun(2, "pretrain.py", *argv)
     plain_pretraining(pretrain.parse_args(argv), world=2).equals(*read_run(tmp_path / "run"))
 
@@ -1361,24 +1353,24 @@ def normalized(images):
     ("finetune", "--recipe fa --layer-decay 0.7 --drop-path 0.4 --pool mean --augment plain --clip-grad 0"),
     ("linear", ""), ("ep", "--augment plain")))
 def test_supervised_stages_equal_a_plain_loop(stage, name, flags):
-    flags = ("--max-steps 3 --epochs 3 --warmup-epochs 1 --lr 0.02 --min-lr 0.002 --weight-decay 0.5 "
-             "--clip-grad 0.5 --seed 7 --batch-size 32 --micro-batch 16 --save-every 1 " + flags).split()
-    argv = stage(name, *flags)
+    argv = stage(name, "--max-steps 3 --epochs 3 --warmup-epochs 1 --lr 0.02 --min-lr 0.002 --weight-decay 0.5 "
+                 "--clip-grad 0.5 --seed 7 --batch-size 32 --micro-batch 16 --save-every 1 " + flags)
     scores, state, log = play(name, argv)
-    args, strong = SCRIPTS[name].parse_args(argv), "plain" not in flags
-    size = 48 if "48" in flags else 32
+    args, strong, size = SCRIPTS[name].parse_args(argv), "plain" not in flags, 48 if "48" in flags else 32
     images, val = (data.open_images(args.data, split, size) for split in ("train", "val"))
-    views = data.TrainViews(images, size, args.seed, strong=strong, erase=name == "finetune")
+    views = data.TrainViews(images, size, args.seed)
+    if strong:
+        views = finetune.StrongViews(images, size, args.seed, erase=name == "finetune")
     common.seed_everything(args.seed)
     if name == "finetune":
         dropout = args.expert_dropout if "exd" in args.recipe else 0.0
-        encoder = model.load_encoder(args.checkpoint, size // 8, drop_path=args.drop_path, expert_dropout=dropout)
+        encoder = checkpoint.load_encoder(args.checkpoint, size // 8, drop_path=0.4, expert_dropout=dropout)
         for key, p in encoder.named_parameters():
             p.requires_grad_(key not in frozen_by(args.recipe, [key]))
         trained, frozen = finetune.Classifier(encoder, 4, args.pool), nn.Identity()
         plain = Plain(args, trained, images, views, layerwise(4, args.layer_decay))
     else:
-        encoder = model.load_encoder(args.checkpoint).eval()
+        encoder = checkpoint.load_encoder(args.checkpoint).eval()
         common.seed_everything(args.seed)
         trained = (linprobe.LinearProbe if name == "linear" else linprobe.EfficientProbe)(96, 4)
         frozen, plain = lambda x: encoder(x)[0].detach(), Plain(args, trained, images, views)
@@ -1391,7 +1383,7 @@ def test_supervised_stages_equal_a_plain_loop(stage, name, flags):
         (-share * (target * trained(frozen(pixels)).log_softmax(1)).sum(1).mean()).backward()
     plain.equals(state, log)
     trained.eval()
-    shown = [normalized(data.centre_view(val[i][0], size) / 255)[None] for i in range(len(val))]
+    shown = [normalized(data.center_view(val[i][0], size) / 255)[None] for i in range(len(val))]
     ranked = torch.cat([trained(frozen(x)) for x in shown]).argsort(1, descending=True)
     assert log[-1]["top1"] == pytest.approx(100 * np.mean(ranked[:, 0].numpy() == val.targets))
     assert scores["top1"] == max(line["top1"] for line in log) and len(log) == 3
@@ -1422,13 +1414,13 @@ def test_segmentation_equals_a_plain_loop(stage):
                               "--drop-path 0.4 --layer-decay 0.6 --recipe fr exd --expert-dropout 0.3").split())
     _, state, log = play("segment", argv)
     args = segment.parse_args(argv)
-    scenes, val = (data.Scenes(args.data, split) for split in ("training", "validation"))
+    scenes, val = (segment.Scenes(args.data, split) for split in ("training", "validation"))
     common.seed_everything(args.seed)
-    encoder = model.load_encoder(args.checkpoint, 4, drop_path=0.4, expert_dropout=0.3)
+    encoder = checkpoint.load_encoder(args.checkpoint, 4, drop_path=0.4, expert_dropout=0.3)
     segmenter = segment.Segmenter(encoder, 11, args.width)
     for key, p in segmenter.named_parameters():
         p.requires_grad_(not key.endswith((".phi", "mlp.scale")) and not key.startswith("encoder.norm"))
-    views = data.SceneViews(scenes, 32, 11, args.seed)
+    views = segment.SceneViews(scenes, 32, 11, args.seed)
     plain = Plain(args, segmenter, scenes, views, layerwise(4, args.layer_decay))
     for _, share, batch in plain.steps(linear=True):
         truth, loss = batch["annotation"].long(), 0.0
@@ -1443,128 +1435,185 @@ def test_segmentation_equals_a_plain_loop(stage):
 
 # ------------------------------------------------------------------------- resuming, saving, being stopped
 
-@pytest.mark.parametrize("name, flags", (
-    ("pretrain", ["--balance", "gradnorm", "--gradnorm-lr", "0.2"]), ("pretrain", ["--balance", "rlw"]),
-    ("finetune", []), ("linear", []), ("ep", []), ("segment", [])), ids=str)
+def at_step(monkeypatch, step, action):
+    """Calls `action` in the middle of one step, counted over all runs of the test from 0."""
+    steps, set_rate = itertools.count(), common.set_rate
+
+    def wrapped(*args):
+        if next(steps) == step:
+            action()
+        set_rate(*args)
+    monkeypatch.setattr(common, "set_rate", wrapped)
+
+
+@pytest.mark.parametrize("name, flags, number", (
+    ("pretrain", "--balance gradnorm --gradnorm-lr 0.2 --drop-path 0.2 --micro-batch 4", signal.SIGUSR1),
+    ("pretrain", "--balance rlw", signal.SIGHUP), ("finetune", "", signal.SIGTERM), ("linear", "", signal.SIGTERM),
+    ("ep", "", signal.SIGINT), ("segment", "", signal.SIGTERM)), ids=str)
 def test_a_run_stopped_by_a_signal_is_the_run_that_was_never_stopped(
-        stage, monkeypatch, name, flags, capsys, tmp_path):
-    """It finishes the step, saves and leaves with 0; the same command resumes, to the same bits."""
-    flags = [*flags, *(["--drop-path", "0.2", "--micro-batch", "4"] if name == "pretrain" else [])]
-    whole = play(name, stage(name, *flags, out="whole"))
-    save, number = torch.save, signal.SIGUSR1 if name == "pretrain" else signal.SIGTERM
-    argv, last = stage(name, *flags, out="parts"), tmp_path / "parts" / "last.pt"
+        stage, monkeypatch, name, flags, number, capsys, tmp_path):
+    """It finishes the step, saves and leaves with 0, or 130 for Ctrl-C; it resumes to the same bits."""
+    whole = play(name, stage(name, flags, out="whole"))
+    save, before, argv = torch.save, signal.getsignal(number), stage(name, flags, out="parts")
+    last = tmp_path / "parts" / "last.pt"
 
     def signals_and_saves(*args):
         os.kill(os.getpid(), number)
         save(*args)
     with monkeypatch.context() as patch:                             # a signal in the step, one in the save
-        at_step(patch, 2, lambda: os.kill(os.getpid(), number))
-        at_step(patch, 2, lambda: patch.setattr(torch, "save", signals_and_saves))
+        if number == signal.SIGINT:
+            at_step(patch, 2, lambda: os.kill(os.getpid(), number))
+        else:
+            at_step(patch, 2, lambda: (os.kill(os.getpid(), number), patch.setattr(torch, "save", signals_and_saves)))
         with pytest.raises(SystemExit) as stop:
             play(name, argv)
-    assert stop.value.code == 0 and "of step 3. The same command resumes" in capsys.readouterr().out
+    assert stop.value.code == (130 if number == signal.SIGINT else 0)
+    assert f"{number.name}: {last} holds step 3; the same command goes on from there" in capsys.readouterr().out
     assert play(name, [*argv, "--max-steps", "5", "--workers", "1"])[1]["step"] == 5
     parts = play(name, argv)
     assert_same_bits(whole[1], parts[1])
     assert parts[1]["step"] == whole[1]["step"] == parts[2][-1]["step"] == 8
-    assert signal.getsignal(number) == signal.SIG_DFL                # it leaves signals as they were
+    assert signal.getsignal(number) == before                        # it leaves signals as they were
     written = last.read_bytes()
     play(name, argv)                                                 # a finished run stays as it is
     assert last.read_bytes() == written
 
 
-def test_ctrl_c_while_a_checkpoint_is_written_is_still_ctrl_c(stage, monkeypatch):
-    class Interrupted(io.FileIO):
-        writes = 0
-
-        def write(self, data):
-            self.writes += 1
-            if self.writes == 5:      # PyTorch goes on, and raises a RuntimeError of its own
-                raise KeyboardInterrupt
-            return super().write(data)
-    monkeypatch.setattr(common, "open", lambda path, mode: Interrupted(path, mode) if mode == "wb" else
-                        open(path, mode), raising=False)
-    with pytest.raises(KeyboardInterrupt):
-        pretrain.main(pretrain.parse_args(stage("pretrain", "--max-steps", "1")))
-
-
-@pytest.mark.parametrize("name, code, says", (
-    ("SIGINT", 130, "stopped. The same command resumes"), ("SIGTERM", 0, "SIGTERM: saved")))
-def test_a_signal_to_all_processes_of_a_run_leaves_no_traceback(stage, tmp_path, name, code, says):
-    """As Ctrl-C and schedulers send it: to the loader's processes too."""
-    argv = stage("pretrain", "--epochs", "3000", "--save-every", "1")
-    process = start(HERE / "pretrain.py", *argv, "--workers", "2",      # background jobs ignore SIGINT
-                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    try:
-        for _ in range(600):
-            if (tmp_path / "run" / "epoch_0002.pt").exists():
-                break
-            time.sleep(0.1)
-        os.killpg(process.pid, getattr(signal, name))
-        out, error = process.communicate(timeout=60)
-    finally:
-        kill_tree(process.pid)
-    assert process.returncode == code and "Traceback" not in error and says in out + error, error
-    resumed = model.load_checkpoint(tmp_path / "run" / "last.pt")["step"] + 1
-    assert train([*argv, "--max-steps", str(resumed)])[0]["step"] == resumed
-
-
 def driver(tmp_path, fault):
-    """A program for torchrun: pretrain.py with `fault`, an expression, in the middle of each step."""
+    """A program: pretrain.py with `fault`, an expression, in the middle of each step."""
     path = tmp_path / "driver.py"
     path.write_text(f"""
 import itertools, os, signal, sys
 sys.path.insert(0, {str(HERE)!r})
 import common, pretrain
-set_rate, steps, rank = common.set_rate, itertools.count(1), os.environ["RANK"]
+set_rate, steps, rank = common.set_rate, itertools.count(1), os.environ.get("RANK")
 common.set_rate = lambda *args: (step := next(steps), {fault}, set_rate(*args))
 common.run(pretrain.main, pretrain.parse_args())
-""")
+""", "utf-8")
     return path
 
 
+@pytest.mark.parametrize("number, code", ((signal.SIGINT, 130), (signal.SIGTERM, 0)))
+def test_a_signal_to_all_processes_of_a_run_leaves_no_traceback(stage, tmp_path, number, code):
+    """As terminals and schedulers send it: to the loader's processes too."""
+    argv = stage("pretrain", "--epochs 3000 --save-every 1")
+    process = start(driver(tmp_path, f"step == 6 and os.killpg(0, {number})"), *argv, "--workers", "2")
+    try:
+        out, error = process.communicate(timeout=300)
+    finally:
+        kill_tree(process.pid)
+    assert process.returncode == code and "Traceback" not in error and f"{number.name}: " in out, error
+    assert train([*argv, "--max-steps", "7"])[0]["step"] == 7        # from step 6
+
+
+def test_a_second_ctrl_c_leaves_at_once(stage, tmp_path):
+    fault = "step == 3 and [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
+    process = start(driver(tmp_path, fault), *stage("pretrain", "--save-minutes 1e-9"))
+    error = process.communicate(timeout=300)[1]
+    assert process.returncode == -signal.SIGINT and "Traceback" not in error
+    assert checkpoint.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 2
+
+
+@needs_loopback
 def test_two_processes_leave_together_when_one_gets_the_signal_and_one_resumes(stage, tmp_path):
-    argv = stage("pretrain", "--drop-path", "0")
-    whole, _ = train(stage("pretrain", "--drop-path", "0", out="whole"))
+    argv = stage("pretrain", "--drop-path 0")
+    whole, _ = train(stage("pretrain", "--drop-path 0", out="whole"))
     fault = "step == 3 and rank == '1' and os.kill(os.getpid(), signal.SIGTERM)"
     out = torchrun(2, driver(tmp_path, fault), *argv)          # asserts that torchrun exits with 0
-    assert out.splitlines()[-1].startswith("SIGTERM: saved ") and "of step 3." in out
+    assert out.splitlines()[-1].startswith("SIGTERM: ") and "last.pt holds step 3;" in out
     parts, _ = train(argv)                                     # another number of processes: the same curve
     assert parts["step"] == 8
     assert_close(whole, parts)
 
 
+@needs_loopback
 @pytest.mark.parametrize("name", ("finetune", "ep", "segment"))
-def test_other_stages_resume_and_evaluate_with_another_number_of_processes(stage, capsys, name, tmp_path):
-    argv = stage(name, "--save-every", "4" if name == "segment" else "1", "--lr", "1e-3")
+def test_other_stages_resume_and_evaluate_with_another_number_of_processes(stage, name, tmp_path):
+    argv = stage(name, f"--lr 1e-3 --save-every {4 if name == 'segment' else 1}")
     play(name, [*argv, "--max-steps", "3"])
     out = torchrun(2, f"{SCRIPTS[name].__name__}.py", *argv)
     state, log = read_run(tmp_path / "run")
     assert state["step"] == 8 and common.finite(state)
     assert [line["step"] for line in log if "top1" in line or "miou" in line] == [3, 4, 8]
-    capsys.readouterr()
-    scores, _, _ = play(name, [*argv, "--eval-only"])
-    assert scores == pytest.approx(state["best"])              # two processes' numbers, in one
-    printed = capsys.readouterr().out.splitlines()[-1]
-    assert out.splitlines()[-1].split("best ")[1] == printed.split("best.pt: ")[1]
-    other = {"finetune": "--image-size 48", "ep": "--probe linear", "segment": "--width 16"}[name].split()
-    assert "best.pt is of another model: " in refusal(capsys, SCRIPTS[name], *argv, *other, "--eval-only")
-    if name == "ep":                                           # a probe's checkpoint has no encoder
-        best = str(tmp_path / "run" / "best.pt")
-        assert "pos_embed" in refusal(capsys, finetune, best, *stage("finetune")[1:])
+    scores, again, _ = play(name, argv)                        # one process sees the two processes' numbers
+    assert scores == again["best"] == state["best"]
+    assert out.splitlines()[-1].endswith("best " + ", ".join(f"{k} {v:.2f}%" for k, v in scores.items()))
+
+
+@needs_loopback
+def test_all_processes_start_from_the_same_step_or_none_starts(stage, tmp_path):
+    """Two agents, as on two machines that share no disk; one of them has a last.pt."""
+    play("finetune", stage("finetune", "--max-steps 2", out="one"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        at = f"127.0.0.1:{free.getsockname()[1]}"
+    agents = [start("-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, "--rdzv_backend", "c10d",
+                    "--rdzv_endpoint", at, HERE / "finetune.py", *stage("finetune", out=out))
+              for out in ("one", "two")]
+    try:
+        errors = [agent.communicate(timeout=300)[1] for agent in agents]
+    finally:
+        for agent in agents:
+            kill_tree(agent.pid)
+    for agent, error in zip(agents, errors):      # on both machines
+        assert agent.returncode and "not all processes see the same last.pt: --out must be on a disk" in error
+
+
+def test_a_run_resumes_with_its_own_flags_alone(capsys, stage):
+    argv = stage("pretrain")
+    train([*argv, "--max-steps", "1"])
+    error = refusal(capsys, "pretrain", *argv, "--experts", "4", "--mask-ratio", "0.5")
+    assert "--experts was 2, is 4; --mask-ratio was 0.4, is 0.5" in error and "another --out" in error
+    error = refusal(capsys, "finetune", *stage("finetune"))
+    assert "holds a run of pretrain.py: give another --out" in error
+    assert train([*argv, "--amp", "bf16", "--micro-batch", "4", "--max-steps", "2"])[0]["step"] == 2
+
+
+def test_a_run_notices_that_what_it_was_made_of_has_changed(stage, photos, tmp_path, capsys):
+    """A continued encoder, another teacher of the same name, other images of the same name."""
+    linear, other = stage("linear"), write_checkpoint(tmp_path / "other.pt", experts=2)
+    play("linear", linear)
+    for name in ("one", "two"):
+        shutil.copytree(photos, tmp_path / name / "photos")
+    teacher = str(shutil.copy(other, tmp_path / "teacher.pt"))
+    pretraining = stage("pretrain", "--teacher", teacher, "--data", f"{tmp_path}/one/photos", out="pretrained")
+    train([*pretraining, "--max-steps", "4"])
+    shutil.copy(write_checkpoint(tmp_path / "new.pt", experts=2), teacher)
+    assert f"(the weights of --teacher {teacher} changed)" in refusal(capsys, "pretrain", *pretraining)
+    shutil.copy(other, teacher)
+    moved = [*pretraining, "--data", f"{tmp_path}/two/photos"]
+    assert train([*moved, "--max-steps", "5"])[0]["step"] == 5            # the same files in another place
+    (tmp_path / "two/photos/train/class_1/0.jpg").rename(tmp_path / "two/photos/train/class_1/x.jpg")
+    assert "(the class or file names in --data changed)" in refusal(capsys, "pretrain", *moved)
+    shutil.copy(other, linear[0])
+    assert f"(the weights in {linear[0]} changed)" in refusal(capsys, "linear", *linear)
+
+
+def test_a_last_checkpoint_that_does_not_resume_is_named(stage, tmp_path, capsys):
+    argv, last = stage("pretrain"), tmp_path / "run" / "last.pt"
+    train([*argv, "--max-steps", "2"])
+    state = torch.load(last, weights_only=True)
+    for broken in ({name: value for name, value in state.items() if name != "optimizer"},
+                   state | {"model": state["model"] | {"head.weight": torch.zeros(1)}}):
+        torch.save(broken, last)
+        assert refusal(capsys, "pretrain", *argv).startswith(f"cannot resume from {last} (")
+    last.write_bytes(last.read_bytes()[:1000])
+    assert f"cannot resume from {last} (" in refusal(capsys, "pretrain", *argv)
 
 
 def test_a_checkpoint_is_plain_and_rebuilds_its_model(stage, tmp_path, teacher):
-    state, _ = train(stage("pretrain", "--max-steps", "4", "--save-every", "1"))
+    locks = [link for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link).endswith(".lock")]
+    state, _ = train(stage("pretrain", "--max-steps 4 --save-every 1"))
     out = tmp_path / "run"
     assert sorted(path.name for path in out.iterdir()) == [
         ".lock", "args.json", "epoch_0000.pt", "epoch_0001.pt", "last.pt", "log.jsonl"]
     kept = torch.load(out / "epoch_0001.pt", weights_only=True)
     assert kept["args"]["experts"] == 2 and kept["step"] == 4 and "optimizer" not in kept
-    encoder = model.load_encoder(out / "epoch_0001.pt")
+    encoder = checkpoint.load_encoder(out / "epoch_0001.pt")
     assert encoder.moe_blocks == [1, 3]
     assert torch.equal(encoder.blocks[1].mlp.phi, state["model"]["encoder.blocks.1.mlp.phi"])
     assert json.loads((out / "args.json").read_text())["teacher"] == teacher
+    assert locks == [link for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link).endswith(".lock")]
 
 
 def test_a_save_that_fails_leaves_the_last_checkpoint(stage, tmp_path):
@@ -1577,7 +1626,7 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(stage, tmp_path):
             train(argv)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert_same_bits(before, model.load_checkpoint(tmp_path / "run" / "last.pt"))
+    assert_same_bits(before, checkpoint.load_checkpoint(tmp_path / "run" / "last.pt"))
     assert train(argv)[0]["step"] == 8
 
 
@@ -1593,124 +1642,13 @@ def test_long_epochs_are_saved_by_the_clock(stage, monkeypatch):
     assert_same_bits(whole, clocked)
 
 
-def test_a_run_resumes_with_its_own_flags_alone(capsys, stage):
-    argv = stage("pretrain")
-    train([*argv, "--max-steps", "1"])
-    error = refusal(capsys, pretrain, *argv, "--experts", "4", "--mask-ratio", "0.5")
-    assert "--experts was 2, is 4; --mask-ratio was 0.4, is 0.5" in error and "another --out" in error
-    error = refusal(capsys, pretrain, *argv, "--data", "shapes")
-    assert "the class or file names in --data shapes are not those that it began with" in error
-    assert train([*argv, "--amp", "bf16", "--micro-batch", "4", "--max-steps", "2"])[0]["step"] == 2
-
-
-def test_a_run_notices_that_what_it_was_made_of_has_changed(stage, photos, tmp_path, capsys):
-    """A continued encoder, another teacher of the same name, other images of the same name."""
-    linear, other = stage("linear"), write_checkpoint(tmp_path / "other.pt", experts=2)
-    play("linear", linear)
-    for name in ("one", "two"):
-        shutil.copytree(photos, tmp_path / name / "photos")
-    teacher = str(shutil.copy(other, tmp_path / "teacher.pt"))
-    pretraining = stage("pretrain", "--teacher", teacher, "--data", f"{tmp_path}/one/photos", out="pretrained")
-    train([*pretraining, "--max-steps", "4"])
-    shutil.copy(write_checkpoint(tmp_path / "new.pt", experts=2), teacher)
-    assert f"the weights of --teacher {teacher} are not those" in refusal(capsys, pretrain, *pretraining)
-    shutil.copy(other, teacher)
-    moved = [*pretraining, "--data", f"{tmp_path}/two/photos"]
-    assert train([*moved, "--max-steps", "5"])[0]["step"] == 5            # the same files in another place
-    (tmp_path / "two/photos/train/class_1/0.jpg").rename(tmp_path / "two/photos/train/class_1/x.jpg")
-    assert "the class or file names in --data" in refusal(capsys, pretrain, *moved)
-    shutil.copy(other, linear[0])
-    for more in ([], ["--eval-only"]):
-        assert f"the weights in CHECKPOINT {linear[0]} are not those" in refusal(capsys, linprobe, *linear, *more)
-
-
-def test_names_of_images_are_told_apart_by_class_and_file(photos, scenes, tmp_path):
-    images, found = data.Folder(photos, "train"), data.Scenes(scenes, "training")
-    copy = shutil.copytree(photos, tmp_path / "copy")
-    assert data.digest(images) == data.digest(data.Folder(str(copy), "train"))
-    (copy / "train/class_3").rename(copy / "train/class_9")
-    (tmp_path / "images").symlink_to(Path(scenes, "images"))
-    digests = {data.digest(images), data.digest(data.Folder(str(copy), "train")), data.digest(found),
-               data.digest(data.Scenes(scenes, "validation")), data.digest(data.Shapes("train", 8)),
-               data.digest(data.Shapes("val", 8)), data.digest(images, images)}
-    assert len(digests) == 7
-
-
-def test_all_processes_start_from_the_same_step_or_none_starts(stage, tmp_path):
-    """Two agents, as on two machines that share no disk; one of them has a last.pt."""
-    argv = stage("finetune", out="one")
-    play("finetune", [*argv, "--max-steps", "2"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        at = f"127.0.0.1:{free.getsockname()[1]}"
-    agents = [start("-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, "--rdzv_backend", "c10d",
-                    "--rdzv_endpoint", at, HERE / "finetune.py", *stage("finetune", out=out))
-              for out in ("one", "two")]
-    try:
-        errors = [agent.communicate(timeout=120)[1] for agent in agents]
-    finally:
-        for agent in agents:
-            kill_tree(agent.pid)
-    for agent, error in zip(agents, errors):      # on both machines
-        assert agent.returncode and "not all processes see the same last.pt: --out must be on a disk" in error
-
-
-def test_an_error_of_any_machine_is_printed(monkeypatch, capsys):
-    def fails(args):
-        raise common.UserError("no such disk")
-    for rank, local_rank, says in (("2", "0", True), ("3", "1", False)):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-        with pytest.raises(SystemExit):
-            common.run(fails, None)
-        assert ("no such disk" in capsys.readouterr().err) == says
-
-
-def test_the_first_process_downloads_then_that_of_each_machine_then_the_others(monkeypatch):
-    """Seen from each process: how many barriers it passes before and after."""
-    barriers, groups = Mock(), Mock()
-    monkeypatch.setattr(common.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(common.dist, "new_group", groups)
-    monkeypatch.setattr(common.dist, "barrier", barriers)
-    for rank, local_rank, before in (("0", "0", 0), ("4", "0", 1), ("1", "1", 2), ("5", "1", 2)):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-        barriers.reset_mock()
-        with common.one_after_another():
-            assert barriers.call_count == before
-        assert barriers.call_count == 2
-    assert groups.call_args.kwargs["timeout"].days == 1
-
-
 def test_the_best_score_survives_a_restart(stage, tmp_path):
-    argv, last = stage("finetune", "--save-every", "1"), tmp_path / "run" / "last.pt"
+    argv, last = stage("finetune", "--save-every 1"), tmp_path / "run" / "last.pt"
     play("finetune", [*argv, "--max-steps", "4"])
-    state = torch.load(last, weights_only=True)
+    state, best = torch.load(last, weights_only=True), (tmp_path / "run" / "best.pt").read_bytes()
     torch.save(state | {"best": {"top1": 101.0, "top5": 101.0}}, last)
-    best = (tmp_path / "run" / "best.pt").read_bytes()
     scores, _, _ = play("finetune", argv)
     assert scores["top1"] == 101 and (tmp_path / "run" / "best.pt").read_bytes() == best
-
-
-def test_a_run_closes_its_lock_however_it_ends(stage, capsys):
-    def locks():
-        return sum(os.path.realpath(link).endswith(".lock") for link in Path("/proc/self/fd").iterdir())
-    before, argv = locks(), stage("pretrain", "--max-steps", "1")
-    train(argv)
-    refusal(capsys, pretrain, *argv, "--lr", "1e-4")
-    assert locks() == before
-
-
-def test_a_last_checkpoint_that_does_not_resume_is_named(stage, tmp_path, capsys):
-    argv, last = stage("pretrain"), tmp_path / "run" / "last.pt"
-    train([*argv, "--max-steps", "2"])
-    state = torch.load(last, weights_only=True)
-    for broken in ({name: value for name, value in state.items() if name != "optimizer"},
-                   state | {"model": state["model"] | {"head.weight": torch.zeros(1)}}):
-        torch.save(broken, last)
-        assert refusal(capsys, pretrain, *argv).startswith(f"cannot resume from {last} (")
-    last.write_bytes(last.read_bytes()[:1000])
-    assert f"cannot resume from {last} (" in refusal(capsys, pretrain, *argv)
 
 
 def test_a_second_run_in_the_same_folder_says_so_and_leaves(stage, tmp_path, capsys):
@@ -1719,7 +1657,7 @@ def test_a_second_run_in_the_same_folder_says_so_and_leaves(stage, tmp_path, cap
     program = "import fcntl; fcntl.lockf(file := open('.lock', 'w'), fcntl.LOCK_EX); print('locked'); input()"
     holder = start("-u", "-c", program, cwd=tmp_path / "run", stdin=subprocess.PIPE)
     assert holder.stdout.readline() == "locked\n"
-    assert f"another run is using {tmp_path / 'run'}" in refusal(capsys, pretrain, *argv)
+    assert f"another run is using {tmp_path / 'run'}" in refusal(capsys, "pretrain", *argv)
     kill_tree(holder.pid)
     holder.wait()
     assert train(argv)[0]["step"] == 1                                    # however the first one ended
@@ -1730,34 +1668,14 @@ def test_a_run_works_on_a_disk_without_locks(stage, monkeypatch):
     assert train(stage("pretrain", "--max-steps", "1"))[0]["step"] == 1
 
 
-@pytest.mark.parametrize("device, copies", (("cpu", 1), ("meta", 0)))
-def test_a_resumed_run_holds_no_page_of_its_file(stage, tmp_path, monkeypatch, device, copies):
-    """The file is mapped into memory: who overwrites it would change the run. A GPU has a copy already."""
-    def addresses(state):
-        return {x.data_ptr() for x in flatten(state) if isinstance(x, torch.Tensor) and x.numel() > 1}
-    argv = stage("pretrain")
-    train([*argv, "--max-steps", "2"])
-    state, copy = model.load_checkpoint(tmp_path / "run" / "last.pt"), Mock(wraps=common.copy)
-    monkeypatch.setattr(common, "load_checkpoint", lambda path: state)
-    monkeypatch.setattr(common, "copy", copy)
-    pages, args = addresses(state), pretrain.parse_args(argv)
-    run = common.Run(args)
-    run.device = torch.device(device)
-    student = model.Explore(model.ViT(**state["encoder"]), 96)
-    optimizer = common.adamw(student, 1e-3, 0.05, (0.9, 0.95))
-    assert run.resume(state["encoder"], 4, state["sources"], model=student, optimizer=optimizer) == 2
-    used = addresses([student.state_dict(), optimizer.state_dict()])
-    assert copy.deepcopy.call_count == copies and len(used) > 100 and (device != "cpu" or not pages & used)
-
-
 def test_numbers_that_stay_wrong_stop_the_run_and_reach_no_checkpoint(stage, monkeypatch, capsys, tmp_path):
     argv, last = stage("pretrain", "--epochs", "20"), tmp_path / "run" / "last.pt"
     good, _ = train([*argv, "--max-steps", "15"])
     with monkeypatch.context() as patch:
         patch.setattr(losses, "token_loss", lambda pred, target: (pred * math.nan).mean(-1))
-        error = refusal(capsys, pretrain, *argv)
-    assert error.startswith(f"step 40: 25 updates in a row had no finite gradient; {last} is good. To try: ")
-    assert_same_bits(good, model.load_checkpoint(last))
+        error = refusal(capsys, "pretrain", *argv)
+    assert error.startswith(f"step 40: 25 updates in a row had no finite gradient; {last} holds step 15. To try: ")
+    assert_same_bits(good, checkpoint.load_checkpoint(last))
     assert train([*argv, "--max-steps", "17", "--amp", "bf16"])[0]["step"] == 17
 
 
@@ -1773,9 +1691,9 @@ def test_fewer_wrong_numbers_are_left_out_and_counted(stage, monkeypatch):
 @pytest.mark.parametrize("name", ("pretrain", "finetune", "segment"))
 def test_no_checkpoint_ever_holds_a_nan(stage, capsys, name, tmp_path):
     argv = stage(name, "--lr", "1e39", "--save-every", "1", "--save-minutes", "1e-9")
-    error = refusal(capsys, SCRIPTS[name], *argv)
+    error = refusal(capsys, name, *argv)
     assert "the model or the optimizer holds a NaN or infinity; nothing was saved yet. To try:" in error
-    assert all(common.finite(model.load_checkpoint(path)) for path in (tmp_path / "run").glob("*.pt"))
+    assert all(common.finite(checkpoint.load_checkpoint(path)) for path in (tmp_path / "run").glob("*.pt"))
 
 
 @pytest.mark.slow
@@ -1794,12 +1712,12 @@ def test_slow_killed_20_times_a_run_ends_with_the_same_bits(stage, tmp_path):
         time.sleep(rng.uniform(0, 0.4))
         kill_tree(process.pid)
         process.communicate()
-        steps.append(model.load_checkpoint(last)["step"] if last.exists() else 0)
+        steps.append(checkpoint.load_checkpoint(last)["step"] if last.exists() else 0)
     assert steps == sorted(steps) and 0 < steps[-1] < 240
     for out in ("parts", "whole"):
         torchrun(2, "pretrain.py", *stage("pretrain", *flags, out=out))
     for name in (path.name for path in (tmp_path / "whole").glob("*.pt")):
-        whole, parts = (model.load_checkpoint(tmp_path / out / name)["model"] for out in ("whole", "parts"))
+        whole, parts = (checkpoint.load_checkpoint(tmp_path / out / name)["model"] for out in ("whole", "parts"))
         assert all(torch.equal(a, b) for a, b in zip(flatten(whole), flatten(parts), strict=True)), name
 
 
@@ -1811,22 +1729,205 @@ def test_slow_torchruns_own_restarts_resume_to_the_same_bits(stage, tmp_path):
              "and os.kill(os.getpid(), signal.SIGKILL)")
     torchrun(2, driver(tmp_path, fault), *stage("pretrain", *flags, out="parts"),
              options=["--max-restarts", "10"], env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-    assert_same_bits(*(model.load_checkpoint(tmp_path / out / "last.pt") for out in ("whole", "parts")))
+    assert_same_bits(*(checkpoint.load_checkpoint(tmp_path / out / "last.pt") for out in ("whole", "parts")))
 
 
-# --------------------------------------------------------------------------------- finetuning, the probes
+# ---------------------------------------------------------------------------------- log, bar, names, flags
 
-def test_layer_decay_is_that_of_a_hand_counted_model():
-    encoder, scale = nano(experts=2), common.layer_scale(4, 0.5)
-    optimizer = common.adamw(finetune.Classifier(encoder, 3, "cls"), 1.0, 0.05, (0.9, 0.999), scale)
-    common.set_rate(optimizer, 0.01)
-    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    by_hand = {
-        "patch_embed.proj.weight": 1 / 32, "pos_embed": 1 / 32, "cls_token": 1 / 32, "norm.weight": 1,
-        "blocks.0.attn.qkv.weight": 1 / 16, "blocks.1.mlp.phi": 1 / 8, "blocks.1.mlp.scale": 1 / 8,
-        "blocks.2.ls1.gamma": 1 / 4, "blocks.3.mlp.b2": 1 / 2}
-    assert {name: rates[id(encoder.get_parameter(name))] / 0.01 for name in by_hand} == pytest.approx(by_hand)
-    assert scale("head.weight") == scale("head.bias") == 1
+def test_training_lowers_the_loss_and_logs_the_diagnostics(stage):
+    state, log = train(stage("pretrain", "--epochs", "20", "--lr", "2e-3"))
+    first, last = log[0], log[-1]
+    assert last["token"] < 0.7 * first["token"] and last["cls"] < first["cls"]
+    assert state["step"] == 80 and [line["step"] for line in log] == [20, 40, 60, 80]
+    names = "token_unweighted token_ratio lr images_per_second loader_wait skipped grad_norm epoch"
+    assert all(isinstance(last[name], float | int) for name in names.split())
+    names = "entropy dispatch_cv cls_share scale objective_weights"      # experts, MoE blocks, objectives
+    assert all(len(last[name]) == 2 for name in names.split())
+    assert last["loss"] == pytest.approx(last["token"] + 0.4 * last["cls"] + last["entropy_loss"], rel=1e-3)
+    assert last["entropy"][0] <= math.log(11) + 1e-5         # 10 visible patches and [CLS]
+
+
+def test_the_first_lines_and_the_last_say_what_runs_and_where_its_result_is(stage, tmp_path, capsys):
+    train(stage("pretrain", "--max-steps 3"))
+    what, where, last = capsys.readouterr().out.splitlines()
+    out = tmp_path / "run"
+    assert what == ("pretrain: vit_nano, 0.6 M parameters, 2 experts, token_cls; 32 images; steps 0 to 3 of 8, "
+                    "4 an epoch; 1 x cpu in float32") and where == f"{out}: nothing was saved yet"
+    assert re.fullmatch(rf"{re.escape(str(out))}: step 3 of 8; \d+ images/s, \d+% of the time waiting for them, "
+                        rf"\d+\.\d GiB; next: python knn.py {re.escape(str(out))}/epoch_\*.pt --data .*", last)
+    train(stage("pretrain", "--max-steps 4"))
+    assert f"\n{out}: {out / 'last.pt'} holds step 3\n" in capsys.readouterr().out
+
+
+def test_the_progress_bar_names_the_stage_and_no_score_before_the_first_evaluation(stage, monkeypatch):
+    shown = []
+    monkeypatch.setattr(common.tqdm, "set_postfix", lambda bar, values, refresh: shown.append((bar.desc, *values)))
+    play("finetune", stage("finetune", "--save-minutes 1e-9 --max-steps 3 --save-every 9"))
+    play("pretrain", stage("pretrain", "--max-steps 1 --objective token_cls_pixel", out="pretrained"))
+    assert shown == [*[("finetune", "loss")] * 2, ("finetune", "loss", "top1", "top5"),
+                     ("pretrain", "token", "cls", "pixel")]
+
+
+def test_the_log_says_what_share_of_the_time_went_into_waiting_for_the_loader(stage, monkeypatch):
+    now, views = [0.0], data.TrainViews.__getitem__
+
+    def takes(seconds, function):
+        return lambda *args: (now.__setitem__(0, now[0] + seconds), function(*args))[1]
+    monkeypatch.setattr(common.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(data.TrainViews, "__getitem__", takes(0.5, views))      # 4 s for a batch of 8
+    monkeypatch.setattr(common, "set_rate", takes(6, common.set_rate))
+    line = train(stage("pretrain", "--max-steps", "3"))[1][-1]
+    assert line["loader_wait"] == pytest.approx(0.4) and line["images_per_second"] == pytest.approx(0.8)
+
+
+def test_repeat_batch_trains_on_the_first_batch_without_the_loader(stage, monkeypatch):
+    drawn, view = [], data.TrainViews.view
+    monkeypatch.setattr(data.TrainViews, "view", lambda *args: (drawn.append(args), view(*args))[1])
+    _, log = train(stage("pretrain", "--repeat-batch --micro-batch 4 --epochs 20 --lr 2e-3 --drop-path 0"))
+    assert len(drawn) == 8 and log[-1]["loader_wait"] == 0 and log[-1]["token"] < 0.7 * log[0]["token"]
+    assert log[-1]["memory_gib"] > 0.1
+
+
+def test_a_router_that_collapses_is_warned_of():
+    for name, ratio, neutral, warned in (("token", 0.3, 1.0, False), ("pixel", 0.15, 1.0, True),
+                                         ("token", 0.15, 0.5, False), ("token", 0.09, 0.5, True)):
+        line = {"step": 1, f"{name}_ratio": ratio}      # combine weights start at 1 / E
+        with pytest.warns(UserWarning, match=f"collapses: {name}_ratio") if warned else contextlib.nullcontext():
+            pretrain.warn_of_collapse(line, neutral)
+    pretrain.warn_of_collapse({}, 1.0)
+
+
+def test_the_run_folder_is_named_after_the_flags_that_matter():
+    plain, free, four, saves, *others = (pretrain.parse_args(flags.split()).out for flags in (
+        "", "--workers 3 --micro-batch 8 --max-steps 4 --amp bf16", "--experts 4", "--experts 4 --save-every 1",
+        "--lr 1e-3", "--lr 1e-4", "--detach", "--entropy-weight 5 24"))
+    assert plain == free == "runs/pretrain" and four == saves == "runs/pretrain_experts=4"
+    assert len({plain, four, *others}) == 6 and others[-1] == "runs/pretrain_entropy_weight=5.0+24.0"
+    assert knn.parse_args(["x.pt"]).out is None
+
+
+COMPILER = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+inductor = pytest.param("", "inductor", marks=pytest.mark.skipif(
+    not COMPILER or " " in tempfile.gettempdir(),
+    reason="inductor needs a C++ compiler, and a temporary folder without a space in its path"))
+
+
+@pytest.mark.parametrize("flags, backend", (
+    inductor, ("--balance gradnorm", "aot_eager"),
+    ("--objective token_cls_pixel --encoding dense --importance-weight 1", "aot_eager")))
+def test_compiled_training_follows_the_plain_curve(stage, monkeypatch, flags, backend):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr(model.PixelDecoder.__init__, "__defaults__", (64, 1, 2))
+    monkeypatch.setitem(model.PRESETS, "vit_nano", dict(dim=96, depth=2, heads=3))
+    flags = f"--drop-path 0 --max-steps 2 --micro-batch 4 {flags}"
+    (plain, plain_log), (compiled, compiled_log) = (
+        train(stage("pretrain", f"{flags} {flag}", out=flag)) for flag in ("--no-compile", "--compile"))
+    assert_same_curve(plain_log, compiled_log)
+    assert_close(plain, compiled)
+
+
+@pytest.mark.parametrize("flags, expected", (
+    ("--image-size 33", "--image-size 33 is not a multiple of --patch-size 8"),
+    ("--batch-size 64", "has only 32 training images"),
+    ("--micro-batch 3", "--micro-batch 3 does not divide the 8 images"),
+    *((f"--experts 0 {flag}", f"{flag.split()[0]} needs experts, but --experts is 0") for flag in (
+        "--detach", "--loss-block 3", "--loss-weights combine", "--entropy-weight 5.0", "--importance-weight 1")),
+    ("--loss-block 2", "--loss-block 2 has no experts: the MoE blocks are 1 3"),
+    ("--moe-blocks 4", "--moe-blocks 4: vit_nano has blocks 0 to 3"),
+    ("--entropy-weight 1 2 3", "--entropy-weight has 3 values: give one, or one for each of the 2"),
+    ("--entropy-experts 2", "--entropy-experts 2: experts are 0 to 1"),
+    ("--detach --loss-weights uniform", "--detach has nothing to detach"),
+    ("--experts 1 --objective token_pixel --encoding dense", "--experts 1: with --encoding dense"),
+    ("--balance gradnorm --objective token", "--balance gradnorm has nothing to balance"),
+    ("--mask-ratio 0.01", "--mask-ratio 0.01 masks 0 of 16 patches"),
+    ("--warmup-epochs 300", "--warmup-epochs 300 leaves nothing of --epochs 2"),
+    ("--teacher ViT-B-16", "teacher ViT-B-16: neither a file nor an open_clip MODEL/PRETRAINED"),
+    ("--teacher ViT-Z-99/openai", "teacher ViT-Z-99/openai: "),
+    ("--teacher RN50/random", "RN50: it is not a vision transformer"),
+    ("--teacher README.md", "README.md: not a PyTorch file of plain tensors"),
+    ("--data README.md", "--data README.md: "), ("--data nowhere", "--data nowhere: ")))
+def test_bad_flags_are_refused_by_name(capsys, stage, tmp_path, monkeypatch, flags, expected):
+    monkeypatch.chdir(HERE)
+    assert expected in refusal(capsys, "pretrain", *stage("pretrain", flags))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name, flags", (
+    *(("pretrain", flags) for flags in (
+        "--epochs 0", "--experts -1", "--lr fast", "--objective pixels", "--clip-grad -1", "--lr -1", "--lr inf",
+        "--mask-ratio nan", "--mask-ratio 0", "--mask-ratio 1", "--drop-path 1.5", "--drop-path 1",
+        "--betas 0.9 1.0", "--entropy-weight nan", "--cls-weight nan", "--gradnorm-lr -1",
+        "--seed 123456789012345678901234567890", "--seed -1", "--workers -1", "--micro-batch 0")),
+    *(("finetune", flags) for flags in (
+        "--expert-dropout 1.5", "--layer-decay 0", "--layer-decay 1.1", "--weight-decay nan")),
+    *(("knn", flags) for flags in ("--temperature -1", "--temperature 0", "-k 0")),
+    ("finetune", "--model vit_base"), ("finetune", "--patch-size 16")))
+def test_values_without_a_meaning_are_refused_by_the_parser(name, flags, capsys):
+    with pytest.raises(SystemExit) as stop:
+        SCRIPTS[name].parse_args([*([] if name == "pretrain" else ["x.pt"]), *flags.split()])
+    assert stop.value.code == 2 and flags.split()[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_in_range_knows_open_and_closed_ends():
+    for number, interval, inside in ((0, "[0, 1)", True), (1, "[0, 1)", False), (0, "(0, 1]", False), (1, "(0, 1]", True),
+                                     (math.inf, "[0, inf)", False), (math.nan, "[0, inf)", False), (5, "[1, inf)", True)):
+        assert common.in_range(number, interval) == inside
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_has_help(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        SCRIPTS[name].parse_args(["--help"])
+    assert stop.value.code == 0 and "--data" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------- k-NN, probes, finetuning, segmentation
+
+@pytest.mark.parametrize("temperature", (0.07, 5.0))             # at 5.0, one neighbor more would show
+def test_knn_is_the_weighted_vote_of_the_nearest(temperature):
+    bank, queries = (F.normalize(torch.randn(n, 8), dim=1) for n in (60, 30))
+    labels, expected = torch.randint(0, 4, (60,)), []
+    for query in queries:
+        near = sorted(range(60), key=lambda i: -(query @ bank[i]).item())[:7]
+        votes = [0.0] * 4
+        for i in near:
+            votes[labels[i]] += math.exp((query @ bank[i]).item() / temperature)
+        expected.append(votes.index(max(votes)))
+    for chunk in (256, 7):                                      # in pieces as in one
+        assert knn.classify(queries, bank, labels, 4, 7, temperature, chunk).tolist() == expected
+    nearest = labels[(queries @ bank.T).argmax(1)]              # what the smallest temperature leaves
+    assert torch.equal(knn.classify(queries, bank, labels, 4, 20, 1e-300), nearest)
+
+
+@needs_loopback
+def test_knn_finds_its_own_images_prints_the_best_and_is_the_same_in_two_processes(photos, tmp_path, capsys):
+    first, other = (write_checkpoint(tmp_path / name, experts=experts) for name, experts in (("a.pt", 0), ("b.pt", 2)))
+    flags = ["--data", photos, "-k", "1", "--batch-size", "5", *QUICK]      # unequal last batches
+    results = knn.main(knn.parse_args([first, other, *flags]))
+    printed, best = capsys.readouterr().out, [first, other][results.index(max(results))]
+    assert printed.splitlines()[-1] == f"best: {max(results):.2f}%  {best}"
+    assert torchrun(2, "knn.py", first, other, *flags) == printed
+    for split in ("train", "val"):
+        (tmp_path / split).symlink_to(Path(photos, "train"))
+    assert knn.main(knn.parse_args([first, *flags, "--data", str(tmp_path)])) == [100.0]
+    rows = json.loads((tmp_path / "knn.json").read_text())               # a row for each question, asked twice or not
+    assert [(row["checkpoint"], row["data"], row["k"], row["top1"]) for row in rows] == [
+        (first, photos, 1, results[0]), (other, photos, 1, results[1]), (first, str(tmp_path), 1, 100.0)]
+    assert "-k 33: there are only 32 training images" in refusal(capsys, "knn", first, *flags, "-k", "33")
+
+
+def test_knn_votes_on_cls_after_the_norm_of_normalized_images(photos, tmp_path, monkeypatch):
+    path, calls = write_checkpoint(tmp_path / "e.pt", experts=2), spy(monkeypatch, knn, "classify")
+    encoder, features = checkpoint.load_encoder(path).eval(), []
+    for split in ("val", "train"):
+        images = data.Folder(photos, split)
+        tokens = [encoder(normalized(data.center_view(image, 32) / 255)[None])[0][0, 0] for image, _ in images]
+        features.append(torch.stack([x / x.norm() for x in tokens]).detach())
+    accuracy, = knn.main(knn.parse_args([path, "--data", photos, "-k", "7", "--temperature", "0.05", *QUICK]))
+    assert all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(calls[0].args, features))
+    assert calls[0].args[2].tolist() == images.targets and calls[0].args[3:] == (4, 7, 0.05)
+    predicted = knn.classify(*features, torch.tensor(images.targets), 4, 7, 0.05)
+    assert accuracy == 100 * np.mean(predicted.numpy() == data.Folder(photos, "val").targets)
 
 
 def frozen_by(recipe, names):
@@ -1834,41 +1935,32 @@ def frozen_by(recipe, names):
             or "fa" in recipe and ".attn." in name}
 
 
-@pytest.mark.parametrize("recipe", (["none"], ["fr"], ["fa"], ["fr", "exd"], []), ids=str)
-def test_each_recipe_freezes_exactly_its_parameters(stage, recipe):
-    argv = stage("finetune", "--weight-decay", "0.1", *(["--recipe", *recipe] if recipe else []))
-    _, state, _ = play("finetune", argv)
-    before, after = model.load_checkpoint(argv[0])["model"], state["model"]
-    frozen = {name for name in before if torch.equal(before[name], after[name])}
-    assert frozen == frozen_by(recipe or ["fr", "fa", "exd"], before)
-    assert len(state["optimizer"]["state"]) == len(after) - len(frozen)      # they have left the optimizer
-
-
-def test_expert_dropout_is_a_recipe_that_needs_experts(stage, teacher, capsys, monkeypatch):
+def test_recipes_need_experts_and_default_to_all_three(stage, teacher, capsys, monkeypatch):
     calls = spy(monkeypatch, finetune, "load_encoder")
-    play("finetune", stage("finetune", "--max-steps", "1"))
+    argv = stage("finetune", "--max-steps 1 --weight-decay 0.1")
+    after, before = play("finetune", argv)[1]["model"], checkpoint.load_checkpoint(argv[0])["model"]
     assert calls[0].kwargs["expert_dropout"] == 0.4 and calls[0].kwargs["drop_path"] == 0.1
-    argv = [teacher, *stage("finetune", "--recipe", "fr", "fa", "exd", out="plain")[1:]]
-    after, before = play("finetune", argv)[1]["model"], model.load_checkpoint(teacher)["model"]
-    assert f"{teacher} has no experts: --recipe fr exd is ignored" in capsys.readouterr().out
-    assert {name for name in before if torch.equal(before[name], after[name])} == frozen_by("fa", before)
-    assert "none excludes the others" in refusal(capsys, finetune, *argv, "--recipe", "none", "fr")
-    for recipe in (["fr"], ["fr", "fa", "exd"]):                # and no experts to drop in `teacher`
-        flags = ["--recipe", *recipe, "--expert-dropout", "0.4"]
-        assert "--expert-dropout needs --recipe exd and" in refusal(capsys, finetune, *argv, *flags)
-    assert "--micro-batch 1: the BatchNorm of --probe ep" in refusal(capsys, linprobe, *stage("ep"), "--micro-batch", "1")
+    frozen = {name for name in before if torch.equal(before[name], after[name])}
+    assert frozen == frozen_by(["fr", "fa", "exd"], before)
+    assert "none excludes the others" in refusal(capsys, "finetune", *argv, "--recipe", "none", "fr")
+    for flags in ("--recipe fr", "--recipe fa exd", "--expert-dropout 0.4"):
+        error = refusal(capsys, "finetune", teacher, *stage("finetune", flags, out="plain")[1:])
+        assert f"{flags}: {teacher} has no experts" in error or "--expert-dropout needs --recipe exd" in error
+    assert "--expert-dropout needs --recipe exd" in refusal(
+        capsys, "finetune", *argv, "--recipe", "fr", "--expert-dropout", "0.4")
+    error = refusal(capsys, "linear", *stage("ep", "--micro-batch 1", out="probe"))
+    assert "--micro-batch 1: the BatchNorm of --probe ep" in error
 
 
 @pytest.mark.parametrize("probe", ("linear", "ep"))
 def test_probes_leave_the_encoder_alone(stage, monkeypatch, probe):
     argv = stage(probe)
-    encoder = model.load_encoder(argv[0])
+    encoder = checkpoint.load_encoder(argv[0])
     before = {name: value.clone() for name, value in encoder.state_dict().items()}
     monkeypatch.setattr(linprobe, "load_encoder", lambda path: encoder)
     _, state, _ = play(probe, argv)
     assert all(torch.equal(before[name], value) for name, value in encoder.state_dict().items())
-    assert not encoder.training and all(p.grad is None and not p.requires_grad for p in encoder.parameters())
-    assert not any(name.startswith("encoder") for name in state["model"])
+    assert not encoder.training and not any(name.startswith("encoder") for name in state["model"])
 
 
 def test_efficient_probing_is_one_query_a_slice():
@@ -1897,19 +1989,10 @@ def test_the_classifier_pools_where_asked_and_its_head_starts_at_a_thousandth():
         assert torch.allclose(classifier(images), classifier.head(expected))
 
 
-def test_strong_supervision_mixes_targets_that_sum_to_one(stage, monkeypatch):
-    calls = spy(monkeypatch, F, "cross_entropy")
-    play("finetune", stage("finetune"))
-    assert len(calls) == 8 and all(call.kwargs == {"label_smoothing": 0.1} for call in calls)
-    targets = torch.stack([call.args[1] for call in calls])
-    assert targets.shape == (8, 8, 4) and torch.allclose(targets.sum(-1), torch.ones(8, 8))
-    assert ((targets > 0) & (targets < 1)).any()
-
-
 def test_strong_views_are_a_function_of_seed_epoch_and_index(photos):
-    views = data.TrainViews(data.Folder(photos, "train"), 32, 42, strong=True, erase=True)
+    views = finetune.StrongViews(data.Folder(photos, "train"), 32, 42, erase=True)
     states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
-    for i in range(32):
+    for i in range(8):
         view = views[0, i]
         assert torch.equal(view["image"], views[0, i]["image"]) and (view["jitter"] == 1).all()
     assert not torch.equal(view["image"], views[1, i]["image"])
@@ -1919,75 +2002,41 @@ def test_strong_views_are_a_function_of_seed_epoch_and_index(photos):
 
 def test_strong_views_are_timms_rand_augment_on_crops_from_8_percent_on(photos, monkeypatch):
     import timm.data
-    crop, whole, scales = data.random_crop, (1.0, 1.0), []
+    crop, scales = data.random_crop, []
     monkeypatch.setattr(data, "random_crop", lambda rng, height, width, scale, *more: (
-        scales.append(scale) or crop(rng, height, width, whole, *more)))
-    images = data.Folder(photos, "train")
-    plain, strong = (data.TrainViews(images, 32, 42, strong=strong) for strong in (False, True))
+        scales.append(scale) or crop(rng, height, width, (1.0, 1.0), *more)))
+    images, same, untouched = data.Folder(photos, "train"), 0, 0
+    plain, strong = data.TrainViews(images, 32, 42), finetune.StrongViews(images, 32, 42)
     theirs = timm.data.create_transform(32, is_training=True, auto_augment="rand-m9-mstd0.5-inc1", hflip=0,
                                         interpolation="bicubic").transforms
-    theirs, untouched, same = next(t for t in theirs if "RandAugment" in repr(t)), 0, 0
-    for epoch, i in np.ndindex(20, 32):
+    theirs = next(t for t in theirs if "RandAugment" in repr(t))
+    for epoch, i in np.ndindex(4, 32):
         before, after = plain[epoch, i]["image"], strong[epoch, i]["image"]
         untouched += torch.equal(before, after)
-        if epoch == 0:
-            rng = np.random.default_rng((42, epoch, i))
-            crop(rng, *strong.images[i][0].shape[1:], whole)
-            rng.random(4)                                # flip and jitter
-            with data.seeded(rng), contextlib.suppress(ValueError):
-                same += torch.equal(after, TF.pil_to_tensor(theirs(TF.to_pil_image(before))))
-    assert same >= 30                                    # the 2 % of magnitudes at timm's limit of 10 aside
-    assert 0.2 < untouched / 640 < 0.35                  # both operations are left out in a quarter of them
-    for seed in range(3000):                             # none fails, as posterizing to 0 bits does
-        with data.seeded(np.random.default_rng(seed)):
+        rng = np.random.default_rng((42, epoch, i))
+        crop(rng, *strong.images[i][0].shape[1:], (1.0, 1.0))
+        rng.random(4)                                    # flip and jitter
+        with finetune.seeded(rng), contextlib.suppress(ValueError):
+            same += torch.equal(after, TF.pil_to_tensor(theirs(TF.to_pil_image(before))))
+    assert same >= 120                                   # the 2 % of magnitudes at timm's limit of 10 aside
+    assert 0.15 < untouched / 128 < 0.4                  # both operations are left out in a quarter of them
+    for seed in range(2000):                             # none fails, as posterizing to 0 bits does
+        with finetune.seeded(np.random.default_rng(seed)):
             strong.rand_augment(Image.new("RGB", (4, 4)))
     assert set(scales[::2]) == {(0.2, 1.0)} and set(scales[1::2]) == {(0.08, 1.0)}
 
 
-def test_finetuning_erases_a_third_of_a_quarter_of_the_images_and_probes_do_not(stage, monkeypatch):
+def test_a_third_of_a_quarter_of_the_images_is_erased():
     rng, white = np.random.default_rng(0), torch.full((3, 40, 40), 255, dtype=torch.uint8)
-    shares = [(data.random_erasing(rng, white) != 255).any(0).float().mean().item() for _ in range(400)]
+    shares = [(finetune.random_erasing(rng, white) != 255).any(0).float().mean().item() for _ in range(400)]
     assert 0.18 < np.mean([s > 0 for s in shares]) < 0.32 and max(shares) < 0.36
-    erased = spy(monkeypatch, data, "random_erasing")
-    for name, times in (("linear", 0), ("finetune", 64)):
-        play(name, stage(name, out=name))
-        assert len(erased) == times
-
-
-def test_the_progress_bar_names_no_score_before_the_first_evaluation(stage, monkeypatch):
-    shown = []
-    monkeypatch.setattr(common.tqdm, "set_postfix", lambda bar, values: shown.append(values.keys()))
-    play("finetune", stage("finetune", "--save-minutes", "1e-9", "--max-steps", "3", "--save-every", "9"))
-    assert [keys >= {"loss"} for keys in shown] == [True] * 3
-    assert ["top1" in keys for keys in shown] == [False, False, True]
 
 
 def test_top_1_and_top_5_count_each_image_once():
     logits = torch.eye(8)[[0, 1, 2, 3]] + torch.arange(8) * 0.01
     batches = [dict(image=torch.zeros(2, 3, 8, 8), label=torch.tensor(labels)) for labels in ([0, 7], [0, 3])]
-    parts, process = iter(logits.split(2)), common.Process(argparse.Namespace(amp="off", workers=0))
+    parts, process = iter(logits.split(2)), common.Machine(argparse.Namespace(amp="off", workers=0))
     assert finetune.accuracy(lambda images: next(parts), batches, process) == {"top1": 50.0, "top5": 75.0}
-
-
-@pytest.mark.parametrize("name, flags", (
-    ("finetune", ["--layer-decay", "1", "--drop-path", "0", "--recipe", "none", "--lr", "0.003"]),
-    ("linear", ["--lr", "0.05"]), ("ep", ["--lr", "0.05"])), ids=("finetune", "linear", "ep"))
-def test_eight_images_are_learned_by_heart(stage, photos, tmp_path, name, flags):
-    for split, i in itertools.product(("train", "val"), range(8)):
-        folder = tmp_path / split / f"class_{i}"
-        folder.mkdir(parents=True)
-        (folder / "0.jpg").symlink_to(Path(photos, "train", f"class_{i // 2}", f"{i}.jpg"))
-    scores, _, _ = play(name, stage(name, "--data", str(tmp_path), "--epochs", "150", "--warmup-epochs", "5",
-                                    "--augment", "plain", "--save-every", "50", *flags))
-    assert scores["top1"] >= 87.5 and scores["top5"] == 100
-
-
-# ------------------------------------------------------------------------------------------- segmentation
-
-def test_upernet_gives_a_quarter_of_the_patch_stride_at_any_size():
-    for grid in (1, 3, 8):
-        logits, auxiliary = segment.UperNet(8, 5, 16).eval()([torch.randn(2, 8, grid, grid)] * 4)
-        assert logits.shape == (2, 5, 4 * grid, 4 * grid) and auxiliary.shape == (2, 5, grid, grid)
 
 
 def test_upernet_is_a_pooled_top_a_pyramid_from_the_top_down_and_an_auxiliary_head_on_the_third_map():
@@ -2046,7 +2095,7 @@ def test_scene_views_move_image_and_annotation_together(tmp_path):
     for kind, name, picture in (("annotations", "0.png", annotation), ("images", "0.jpg", white)):
         (tmp_path / kind / "training").mkdir(parents=True)
         Image.fromarray(picture).save(tmp_path / kind / "training" / name)
-    views, seen = data.SceneViews(data.Scenes(str(tmp_path), "training"), 40, 2, seed=3), set()
+    views, seen = segment.SceneViews(segment.Scenes(str(tmp_path), "training"), 40, 2, seed=3), set()
     for epoch in range(40):
         view, again = views[epoch, 0], views[epoch, 0]
         assert view["image"].shape == (3, 40, 40) and all(torch.equal(view[key], again[key]) for key in view)
@@ -2058,80 +2107,46 @@ def test_scene_views_move_image_and_annotation_together(tmp_path):
     assert views[0]["image"].shape == (3, 40, 53) and views[0]["annotation"].shape == (60, 80)
 
 
-def test_photometric_distortion_is_mmsegmentations_and_keeps_the_order_of_the_channels():
-    colours = torch.tensor([[250, 10, 20], [15, 200, 40], [30, 20, 220], [90, 120, 60]], dtype=torch.uint8)
-    untouched = 0
-    for seed in range(300):
-        out = data.photometric_distortion(np.random.default_rng(seed), colours.T[..., None])[..., 0].T
-        untouched += torch.equal(out, colours)
-        assert out[:3].argmax(1).tolist() == [0, 1, 2] or out[:3].float().std(1).min() < 25    # not permuted
-        rng, factors = np.random.default_rng(seed), []
-        for low, high, nothing in ((-32, 32, 0), (0.5, 1.5, 1), (0, 1, 1), (0.5, 1.5, 1), (-0.1, 0.1, 0)):
-            on = rng.random() < 0.5
-            factors.append(on if (low, high) == (0, 1) else rng.uniform(low, high) if on else nothing)
-        offset, contrast, contrast_first, saturation, turn = factors
-        for colour, seen in zip(colours.tolist(), out.tolist()):
-            x = np.clip(np.array(colour) + offset, 0, 255)
-            x = np.clip(x * contrast, 0, 255) if contrast_first else x
-            h, s, v = colorsys.rgb_to_hsv(*x / 255)
-            x = 255 * np.array(colorsys.hsv_to_rgb((h + turn) % 1, min(s * saturation, 1), v))
-            x = x if contrast_first else np.clip(x * contrast, 0, 255)
-            assert seen == pytest.approx(x, abs=16)                         # Pillow counts hue in 256 steps
-    assert 0.03 < untouched / 300 < 0.1                                         # a sixteenth
+def test_photometric_distortion_is_mmsegmentations():
+    """The ranges of offset, contrast, saturation and hue, and no permutation of the channels."""
+    before, seen = torch.tensor([[130, 60, 50], [100, 100, 100]], dtype=torch.uint8), []
+    for seed in range(800):
+        after = segment.photometric_distortion(np.random.default_rng(seed), before.T[..., None])[..., 0].T
+        hue, saturation, _ = colorsys.rgb_to_hsv(*after[0].tolist())
+        turn = (hue - colorsys.rgb_to_hsv(*before[0].tolist())[0] + 0.5) % 1 - 0.5
+        seen.append((after.equal(before), turn, saturation, after[1, 0].item()))
+    untouched, turn, saturation, gray = np.array(seen, dtype=float).T
+    assert untouched.mean() == pytest.approx(1 / 16, abs=0.03)
+    assert 0.08 < turn.max() < 0.14 and -0.14 < turn.min() < -0.08                   # a tenth
+    assert saturation.min() < 0.4 and saturation.max() > 0.85                        # 0.615 before
+    assert 34 <= gray.min() < 42 and 185 < gray.max() <= 198                         # (100 -+ 32) * (0.5, 1.5)
 
 
 def test_a_crop_of_nearly_one_class_is_drawn_again_ten_times_at_most():
     annotation, mixed = torch.ones(1, 40, 400, dtype=torch.uint8), []
     annotation[..., 200:] = 2
     for seed in range(200):
-        top, left = data.scene_crop(np.random.default_rng(seed), annotation, 40)
+        top, left = segment.scene_crop(np.random.default_rng(seed), annotation, 40)
         share = (annotation[:, top:top + 40, left:left + 40] == 1).float().mean()
         mixed.append(0.25 < share < 0.75)
     # one crop in 18 is mixed enough, and eleven are drawn
     assert np.mean(mixed) == pytest.approx(1 - (17 / 18) ** 11, abs=0.12)
     annotation[..., :390] = 0                      # what is not labelled does not count: this is one class
     rng = Mock(integers=Mock(return_value=0))
-    data.scene_crop(rng, annotation, 400)
+    segment.scene_crop(rng, annotation, 400)
     assert rng.integers.call_count == 2 * 11
-
-
-def test_one_image_in_a_process_is_enough_where_batch_norm_is_synchronized():
-    for world, device, images in ((4, "cuda", 4), (4, "cpu", 1), (1, "cuda", 1)):
-        assert segment.images_at_once(1, world, torch.device(device)) == images
-
-
-def test_segmentation_trains_with_the_papers_recipe_and_draws_what_it_sees(stage, tmp_path):
-    argv = stage("segment")
-    _, state, log = play("segment", argv)
-    before = model.load_checkpoint(argv[0])["model"]
-    frozen = {name for name in before if torch.equal(before[name], state["model"][name])}
-    recipe = frozen_by(["fr", "fa"], before)
-    assert recipe <= frozen <= recipe | {"encoder.norm.weight", "encoder.norm.bias", "encoder.pos_embed"}
-    assert Image.open(tmp_path / "run" / "segmentation.png").size == (3 * 256, 3 * 192)
-    assert {"miou", "mean_accuracy", "pixel_accuracy", "main", "auxiliary"} <= log[-1].keys()
-
-
-def test_segmentation_learns_eight_images_by_heart(stage, scenes, tmp_path):
-    for kind, split in itertools.product(("images", "annotations"), ("training", "validation")):
-        (tmp_path / kind).mkdir(exist_ok=True)
-        (tmp_path / kind / split).symlink_to(Path(scenes, kind, "training"))
-    flags = ("--crop-size 48 --iterations 250 --batch-size 8 --lr 0.002 --layer-decay 1 --recipe none "
-             "--drop-path 0 --width 32 --save-every 250").split()
-    scores, _, _ = play("segment", stage("segment", "--data", str(tmp_path), *flags))
-    assert scores["pixel_accuracy"] > 93 and scores["miou"] > 60
 
 
 def test_bad_segmentation_input_is_named(stage, scenes, tmp_path, capsys):
     for flags, expected in (("--crop-size 50", "--crop-size 50 is not a multiple of the patch size 8"),
                             ("--warmup-iterations 9", "--warmup-iterations 9 leaves nothing of"),
                             ("--micro-batch 1", "--micro-batch 1: UperNet's BatchNorm needs at least 2"),
-                            ("--classes 5", "--classes is 5"), ("--eval-only", "best.pt"),
-                            (f"--data {tmp_path}", "expected ADE20K's layout")):
-        assert expected in refusal(capsys, segment, *stage("segment", *flags.split())), flags
+                            ("--classes 5", "--classes is 5"), ("--data nowhere", "expected ADE20K's layout")):
+        assert expected in refusal(capsys, "segment", *stage("segment", flags)), flags
     shutil.copytree(scenes, tmp_path / "scenes")
     path = tmp_path / "scenes" / "annotations" / "training" / "3.png"
     whole, shape = path.read_bytes(), np.asarray(Image.open(path)).shape
-    argv = stage("segment", "--data", str(tmp_path / "scenes"), "--batch-size", "8")
+    argv = stage("segment", "--data", str(tmp_path / "scenes"), "--batch-size 8")
     for content, expected in (
             (whole[:-30], f"cannot read the annotation {path} ("), (None, "cannot read the annotation"),
             (np.zeros((*shape, 3)), f"annotation {path} (mode RGB"),
@@ -2142,188 +2157,10 @@ def test_bad_segmentation_input_is_named(stage, scenes, tmp_path, capsys):
             path.write_bytes(content)
         elif content is not None:
             Image.fromarray(content.astype(np.uint8)).save(path)
-        assert expected in refusal(capsys, segment, *argv)
+        assert expected in refusal(capsys, "segment", *argv)
 
 
-# --------------------------------------------------------------------------------- other people's weights
-
-def test_plain_vit_state_dicts_load(tmp_path):
-    import timm
-    images = torch.rand(1, 3, 224, 224)
-    for scale, wrap in ((0.1, lambda s: s), (None, lambda s: {"model": s, "args": argparse.Namespace(lr=1)}),
-                        (None, lambda s: {"state_dict": {f"module.{k}": v for k, v in s.items()}})):
-        theirs = timm.create_model("vit_tiny_patch16_224", num_classes=5, init_values=scale).eval()
-        state = wrap({**theirs.state_dict(), "decoder_pos_embed": torch.zeros(1)})
-        torch.save(state, tmp_path / "timm.pt", _use_new_zipfile_serialization=not scale)      # and the older
-        encoder = model.load_encoder(tmp_path / "timm.pt").eval()
-        assert torch.allclose(encoder(images)[0], theirs.forward_features(images), atol=1e-4)
-
-
-@pytest.mark.parametrize("width, heads", ((192, 3), (768, 12), (1024, 16), (1280, 16), (128, 4)))
-def test_known_widths_have_their_own_heads_and_others_need_to_say(tmp_path, width, heads):
-    """As in DeiT, ViT-B/L and MAE's ViT-H."""
-    from timm.models import VisionTransformer
-    theirs = VisionTransformer(32, 16, embed_dim=width, depth=1, num_heads=heads, num_classes=0).eval()
-    path, images = tmp_path / "timm.pt", torch.rand(1, 3, 32, 32)
-    torch.save(theirs.state_dict(), path)
-    if width == 128:
-        with pytest.raises(model.LoadError, match="heads an encoder of width 128 has: save it as {'model': "):
-            model.load_encoder(path)
-        torch.save({"model": theirs.state_dict(), "heads": heads}, path)
-    ours = model.load_encoder(path).eval()
-    assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
-
-
-@pytest.mark.parametrize("stray", ("register_tokens", "reg_token", "dist_token", "norm_pre.weight"))
-def test_a_tensor_without_a_place_in_our_encoder_refuses_the_file_by_name(tmp_path, stray):
-    """DINOv2's and timm's registers, DeiT's distillation token, CLIP's pre-norm: features would be wrong."""
-    state, path = model.build_vit("vit_tiny", image_size=32).state_dict(), tmp_path / "x.pt"
-    strangers = dict.fromkeys(("head.weight", "decoder_pos_embed", "mask_token"), torch.zeros(1))
-    torch.save(state | strangers, path)
-    assert model.load_encoder(path).dim == 192
-    torch.save(state | {stray: torch.zeros(1)}, path)
-    with pytest.raises(model.LoadError, match=f"{stray} has no place in our encoder"):
-        model.load_encoder(path)
-
-
-@pytest.mark.parametrize("prefix", ("", "module."))
-def test_checkpoints_of_the_authors_release_load(tmp_path, prefix):
-    encoder, state = model.ViT(32, 8, dim=192, depth=4, heads=3, experts=3).eval(), {}
-    for name, value in encoder.state_dict().items():                     # in the words of the release
-        value.add_(0.05 * torch.randn_like(value))
-        name = prefix + "student." + re.sub(r"ls([12])\.gamma", r"gamma_\1", name)
-        if name.endswith("qkv.bias"):
-            value[192:384] = 0                                           # its keys have no bias
-            stem = name.removesuffix("qkv.bias")
-            state[f"{stem}q_bias"], _, state[f"{stem}v_bias"] = value.chunk(3)
-        elif found := re.fullmatch(r"(.*mlp\.)([wb])([12])", name):
-            for j, part in enumerate(value):
-                name = f"{found[1]}experts.{j}.fc{found[3]}.{'weight' if found[2] == 'w' else 'bias'}"
-                state[name] = part.T.contiguous() if found[2] == "w" else part
-        else:
-            state[name] = value
-    state[f"{prefix}teacher.cls_token"] = torch.zeros(1)
-    torch.save({"model": state, "config": {}}, tmp_path / "release.pt")
-    loaded, images = model.load_encoder(tmp_path / "release.pt").eval(), torch.rand(2, 3, 32, 32)
-    assert torch.allclose(loaded(images)[0], encoder(images)[0], atol=1e-6) and loaded.moe_blocks == [1, 3]
-
-
-def test_files_that_do_not_load_are_named_and_their_code_never_runs(tmp_path, capsys, photos, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path, vit, bias = tmp_path / "x.pt", model.build_vit("vit_tiny").state_dict(), "blocks.3.norm1.bias"
-    for content, expected in (({"weight": torch.zeros(1)}, "lacks cls_token, norm.weight, patch_embed.proj"),
-                              ({k: v for k, v in vit.items() if k != bias}, bias),
-                              (vit | {bias: torch.zeros(3)}, bias), (None, "No such file"),
-                              ([1, 2], "is neither an"), (b"cos\nmkdir\n(S'sprung'\ntR.", "is neither an")):
-        path.unlink(missing_ok=True)
-        if isinstance(content, bytes):      # a pickle that makes a folder
-            path.write_bytes(content)
-        elif content is not None:
-            torch.save(content, path)
-        error = refusal(capsys, knn, str(path), "--data", photos)
-        assert str(path) in error and expected in error and len(error.splitlines()) == 1, error
-    for script in (finetune, linprobe, segment, routing):                 # every stage asks the same question
-        error = refusal(capsys, script, str(path), "--data", photos)
-        assert f"{path} is neither an ExPLoRe checkpoint nor a timm-style ViT" in error
-    assert not Path("sprung").exists()
-
-
-# -------------------------------------------------------------------------------------------- k-NN, routing
-
-@pytest.mark.parametrize("temperature", (0.07, 5.0))             # at 5.0, one neighbour more would show
-def test_knn_is_the_weighted_vote_of_the_nearest(temperature):
-    bank, queries = (F.normalize(torch.randn(n, 8), dim=1) for n in (60, 30))
-    labels, expected = torch.randint(0, 4, (60,)), []
-    for query in queries:
-        near = sorted(range(60), key=lambda i: -(query @ bank[i]).item())[:7]
-        votes = [0.0] * 4
-        for i in near:
-            votes[labels[i]] += math.exp((query @ bank[i]).item() / temperature)
-        expected.append(votes.index(max(votes)))
-    for chunk in (256, 7):                                      # in pieces as in one
-        assert knn.classify(queries, bank, labels, 4, 7, temperature, chunk).tolist() == expected
-    nearest = labels[(queries @ bank.T).argmax(1)]              # what the smallest temperature leaves
-    assert torch.equal(knn.classify(queries, bank, labels, 4, 20, 1e-300), nearest)
-
-
-def test_knn_finds_its_own_images_prints_the_best_and_is_the_same_in_two_processes(
-        photos, teacher, tmp_path, capsys):
-    other = write_checkpoint(tmp_path / "other.pt", experts=2)
-    flags = ["--data", photos, "-k", "1", "--batch-size", "5", *QUICK]      # unequal last batches
-    results = knn.main(knn.parse_args([teacher, other, *flags]))
-    printed = capsys.readouterr().out
-    assert json.loads(Path(teacher).with_name("knn.json").read_text()) == dict(zip([teacher, other], results))
-    best = [teacher, other][results.index(max(results))]
-    assert printed.splitlines()[-1] == f"best: {max(results):.2f}%  {best}"
-    assert torchrun(2, "knn.py", teacher, other, *flags) == printed
-    for split in ("train", "val"):
-        (tmp_path / split).symlink_to(Path(photos, "train"))
-    assert knn.main(knn.parse_args([teacher, *flags, "--data", str(tmp_path)])) == [100.0]
-    assert "-k 33: there are only 32 training images" in refusal(capsys, knn, teacher, *flags, "-k", "33")
-
-
-def test_knn_votes_on_cls_after_the_norm_of_normalized_images(photos, tmp_path, monkeypatch):
-    path, calls = write_checkpoint(tmp_path / "e.pt", experts=2), spy(monkeypatch, knn, "classify")
-    encoder, features = model.load_encoder(path).eval(), []
-    for split in ("val", "train"):
-        images = data.Folder(photos, split)
-        tokens = [encoder(normalized(data.centre_view(image, 32) / 255)[None])[0][0, 0] for image, _ in images]
-        features.append(torch.stack([x / x.norm() for x in tokens]).detach())
-    near = torch.argsort(features[0] @ features[1].T, descending=True)[:, :7]
-    hits = 0
-    for x, rows, label in zip(features[0], near, data.Folder(photos, "val").targets):
-        votes = np.zeros(4)
-        for i in rows:
-            votes[images.targets[i]] += math.exp((x @ features[1][i]).item() / 0.05)
-        hits += votes.argmax() == label
-    flags = ["--data", photos, "-k", "7", "--temperature", "0.05", *QUICK]
-    assert knn.main(knn.parse_args([path, *flags])) == [pytest.approx(100 * hits / 16)]
-    assert all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(calls[0].args, features))
-    assert calls[0].args[2].tolist() == images.targets and calls[0].args[4:] == (7, 0.05)
-
-
-def test_routing_json_equals_numpy_on_the_same_weights(tmp_path):
-    path = write_checkpoint(tmp_path / "e.pt", experts=3, depth=6)
-    encoder, images = model.load_encoder(path), data.Shapes("val", 32)
-    for i in encoder.moe_blocks:
-        encoder.blocks[i].mlp.scale.data.fill_(3 + i)
-        nn.init.normal_(encoder.blocks[i].norm2.bias)
-    state = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
-    torch.save({"model": state, "encoder": encoder.config, "args": {"loss_block": [3]}}, path)
-    numbers, = routing.main(routing.parse_args([path, "--data", "shapes", "--images", "5", "--seed", "3", *QUICK]))
-    assert json.loads((tmp_path / "routing.json").read_text())[0]["loss_block"] == numbers["loss_block"] == 3
-    chosen = np.random.default_rng(3).permutation(1024)[:5].tolist()
-    views = torch.stack([data.centre_view(images[i][0], 32) for i in chosen])
-    x, _ = encoder.embed(normalized(views / 255)), encoder.eval()
-    for i, block in enumerate(encoder.blocks):
-        entered, y = x, x + block.ls1(block.attn(block.norm1(x)))
-        x, routed = block(x)
-        if routed is None:
-            continue
-        row = next(row for row in numbers["blocks"] if row["block"] == i)
-        dispatch, combine = (weights.detach().double().numpy() for weights in routed)      # [5, 17, 3]
-        patches = dispatch[:, 1:]
-        assert row["entropy"] == pytest.approx(-(dispatch * np.log(dispatch)).sum(1).mean(0), rel=1e-4)
-        assert row["dispatch_cv"] == pytest.approx((patches.std(1) / patches.mean(1)).mean(0), rel=1e-4)
-        assert row["cls_share"] == pytest.approx(dispatch[:, 0].mean(0), rel=1e-4)
-        assert row["use"] == pytest.approx(combine.mean((0, 1)), rel=1e-4)
-        assert row["scale"] == 3 + i
-        labels = torch.from_numpy(dispatch.argmax(2).flatten())
-        assert row["silhouette"] == pytest.approx(routing.silhouette(entered.detach().flatten(0, 1), labels), abs=1e-4)
-        if i == 3:
-            covered = data.centre_view(torch.stack([images.mask(j) for j in chosen]).to(torch.uint8) * 255, 32)
-            inside = F.avg_pool2d(covered[:, None] / 255, 8).flatten().numpy() >= 0.5
-            for e in range(3):
-                weight = patches[..., e].flatten()
-                above = (weight[inside][:, None] > weight[~inside]).mean()
-                assert numbers["foreground_auc"][e] == pytest.approx(above, abs=1e-3)
-
-
-def test_heatmaps_show_the_most_and_the_least_used_of_many_experts():
-    assert routing.most_and_least(torch.rand(8)) == list(range(8))
-    use = (torch.arange(64) * 37 % 64).float()
-    assert routing.most_and_least(use) == [i for i in range(64) if use[i] < 4 or use[i] >= 60]
-
+# ------------------------------------------------------------------------------------------------- routing
 
 def test_the_silhouette_is_that_of_the_definition():
     features, labels, values = randn(23, 3), torch.randint(0, 3, (23,)), []
@@ -2345,11 +2182,48 @@ def test_the_silhouette_is_that_of_the_definition():
 def test_area_under_the_curve_counts_pairs():
     score, positive = torch.tensor([0.1, 0.4, 0.4, 0.8, 0.2]), torch.tensor([False, True, False, True, False])
     pairs = [(p > n) + 0.5 * (p == n) for p in (0.4, 0.8) for n in (0.1, 0.4, 0.2)]
-    assert routing.area_under_curve(score, positive) == pytest.approx(sum(pairs) / 6)
-    assert routing.area_under_curve(positive.float(), positive) == 1
-    assert math.isnan(routing.area_under_curve(score, torch.ones(5, dtype=torch.bool)))
+    assert routing.roc_auc(score, positive) == pytest.approx(sum(pairs) / 6)
+    assert routing.roc_auc(positive.float(), positive) == 1
+    assert math.isnan(routing.roc_auc(score, torch.ones(5, dtype=torch.bool)))
     assert common.plain({"a": [math.nan, 1, {"b": math.inf}], "c": "x", "d": 0.1234567}) == {
         "a": [None, 1, {"b": None}], "c": "x", "d": 0.123457}      # JSON has no word for NaN
+
+
+def test_routing_json_equals_numpy_on_the_same_weights(tmp_path):
+    path = write_checkpoint(tmp_path / "e.pt", experts=3, depth=6)
+    encoder, images = checkpoint.load_encoder(path), Shapes("val", 32)
+    for i in encoder.moe_blocks:
+        encoder.blocks[i].mlp.scale.data.fill_(3 + i)
+        nn.init.normal_(encoder.blocks[i].norm2.bias)
+    state = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
+    torch.save({"model": state, "encoder": encoder.config, "args": {"loss_block": [3]}}, path)
+    numbers, = routing.main(routing.parse_args([path, "--data", "shapes", "--images", "5", "--seed", "3", *QUICK]))
+    assert json.loads((tmp_path / "routing.json").read_text())[0]["loss_block"] == numbers["loss_block"] == 3
+    chosen = np.random.default_rng(3).permutation(1024)[:5].tolist()
+    views = torch.stack([data.center_view(images[i][0], 32) for i in chosen])
+    x, _ = encoder.embed(normalized(views / 255)), encoder.eval()
+    for i, block in enumerate(encoder.blocks):
+        entered, y = x, x + block.ls1(block.attn(block.norm1(x)))
+        x, routed = block(x)
+        if routed is None:
+            continue
+        row = next(row for row in numbers["blocks"] if row["block"] == i)
+        dispatch, combine = (weights.detach().double().numpy() for weights in routed)      # [5, 17, 3]
+        patches = dispatch[:, 1:]
+        assert row["entropy"] == pytest.approx(-(dispatch * np.log(dispatch)).sum(1).mean(0), rel=1e-4)
+        assert row["dispatch_cv"] == pytest.approx((patches.std(1) / patches.mean(1)).mean(0), rel=1e-4)
+        assert row["cls_share"] == pytest.approx(dispatch[:, 0].mean(0), rel=1e-4)
+        assert row["usage"] == pytest.approx(combine.mean((0, 1)), rel=1e-4)
+        assert row["scale"] == 3 + i
+        labels = torch.from_numpy(dispatch.argmax(2).flatten())
+        assert row["silhouette"] == pytest.approx(routing.silhouette(entered.detach().flatten(0, 1), labels), abs=1e-4)
+        if i == 3:
+            covered = data.center_view(torch.stack([images.mask(j) for j in chosen]).to(torch.uint8) * 255, 32)
+            inside = F.avg_pool2d(covered[:, None] / 255, 8).flatten().numpy() >= 0.5
+            for e in range(3):
+                weight = patches[..., e].flatten()
+                above = (weight[inside][:, None] > weight[~inside]).mean()
+                assert numbers["foreground_auc"][e] == pytest.approx(above, abs=1e-3)
 
 
 @pytest.fixture
@@ -2360,7 +2234,7 @@ def planted(tmp_path, monkeypatch):
     left = np.zeros((32, 32), bool)
     left[:, :16] = True
     picture = np.stack([left * np.uint8(255)] * 3)
-    monkeypatch.setattr(data.Shapes, "draw", lambda self, index: (picture, left))
+    monkeypatch.setattr(Shapes, "draw", lambda self, index: (picture, left))
     encoder = model.ViT(32, 8, dim=96, depth=2, heads=3, experts=2).eval()
     for name, p in encoder.named_parameters():
         nn.init.constant_(p, name in ("blocks.1.norm2.weight", "norm.weight"))
@@ -2387,21 +2261,20 @@ def test_a_planted_router_gives_the_planted_heatmap_and_numbers(planted, tmp_pat
     numbers, = show(path)
     block, = numbers["blocks"]
     assert numbers["loss_block"] == block["block"] == 1 and block["silhouette"] > 0.9 and block["scale"] == 5
-    assert numbers["foreground_auc"] == [1.0, 0.0] and numbers["silhouette_tokens"] == 4 * 17
-    assert 2 * numbers["foreground_patches"] == numbers["correlation_tokens"] == numbers["patches"] == 4 * 16
+    assert numbers["foreground_auc"] == [1.0, 0.0] and numbers["tokens"] == 4 * 17
     red, _, blue = np.moveaxis(np.asarray(Image.open(tmp_path / "one" / "heatmaps.png")).astype(int), 2, 0)
-    assert red.shape == (28 + 4 * 116, 3 * 116)                 # a title, four rows; image and two experts
-    bright, dark = (red - blue)[70, [136, 252]], (red - blue)[70, [211, 327]]
-    assert bright[0] > 50 > -50 > dark[0] and bright[1] < -50 < 50 < dark[1]
-    assert red[:28, 116:232].min() < 128                        # there is a title
+    assert red.shape == (4 + 3 * 116, 2 * 84 + 4 * 116)         # image and two experts; four images, margins
+    warm = red - blue                                           # of each expert's first tile, left and right half
+    (left_0, right_0), (left_1, right_1) = (warm[4 + e * 116 + 50, [84 + 20, 84 + 92]] for e in (1, 2))
+    assert left_0 > 50 > -50 > right_0 and left_1 < -50 < 50 < right_1
+    assert red[:, :84].min() < 128 and warm[116:, -76:].max() > 100 and warm[116:, -76:].min() < -100      # titles, scale
     assert json.loads((tmp_path / "one" / "routing.json").read_text())[0]["foreground_auc"] == [1.0, 0.0]
     assert "[1. 0.]" in capsys.readouterr().out
-    checkpoint, encoder = model.load_checkpoint(path), model.load_encoder(path).eval()
-    view = torch.stack([data.centre_view(data.Shapes("val", 32)[i][0], 32) for i in range(4)]) / 255
+    file, encoder = checkpoint.load_checkpoint(path), checkpoint.load_encoder(path).eval()
+    view = torch.stack([data.center_view(Shapes("val", 32)[i][0], 32) for i in range(4)]) / 255
     tokens, routed = encoder(data.normalize(view))
-    predicted = F.linear(tokens, checkpoint["model"]["head.weight"], checkpoint["model"]["head.bias"])
-    targets = model.build_teacher(checkpoint["args"]["teacher"], 4)(view)
-    loss = losses.token_loss(predicted[:, 1:], targets[:, 1:])
+    predicted = F.linear(tokens, file["model"]["head.weight"], file["model"]["head.bias"])
+    loss = losses.token_loss(predicted[:, 1:], build_teacher(file["args"]["teacher"], 4)(view)[:, 1:])
     r = torch.corrcoef(torch.stack([routed[1].dispatch[:, 1:, 0].flatten(), loss.flatten()]))[0, 1].item()
     assert numbers["correlation"] == pytest.approx(r, abs=1e-4)
 
@@ -2409,15 +2282,15 @@ def test_a_planted_router_gives_the_planted_heatmap_and_numbers(planted, tmp_pat
 def test_two_checkpoints_stand_side_by_side_even_without_matplotlib(planted, tmp_path, capsys, monkeypatch):
     argv = [planted("coupled"), planted("detached", teacher="nowhere.pt"), "--out", str(tmp_path / "both")]
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib.pyplot", None)
+        patch.setitem(sys.modules, "matplotlib.figure", None)
         coupled, detached = show(*argv)
     printed = capsys.readouterr().out
     assert [coupled["name"], detached["name"]] == ["coupled", "detached"]
-    assert Image.open(tmp_path / "both" / "heatmaps.png").size == (5 * 116, 28 + 4 * 116)
+    assert Image.open(tmp_path / "both" / "heatmaps.png").size == (2 * 84 + 4 * 116, 4 + 5 * 116)
     assert "blocks.png and correlation.png need matplotlib: pip install matplotlib" in printed
     assert "no correlation with the distillation loss: teacher nowhere.pt: neither a file" in printed
     assert "correlation" in coupled and "correlation" not in detached and "foreground_auc" in detached
-    pytest.importorskip("matplotlib").use("Agg")
+    pytest.importorskip("matplotlib")
     show(*argv)
     for name in ("blocks.png", "correlation.png"):
         assert min(Image.open(tmp_path / "both" / name).size) > 200
@@ -2435,213 +2308,14 @@ def test_a_router_without_preference_is_uniform(tmp_path, capsys):
     assert last["cls_share"] == pytest.approx([1 / 37] * 3, rel=1e-4)
     assert numbers["foreground_auc"] == pytest.approx([0.5] * 3, abs=0.1)
     assert last["silhouette"] == 0 != first["silhouette"]       # all tokens in one expert
-    assert "--block 2 has no experts: the MoE blocks are" in refusal(capsys, routing, path, "--block", "2")
-    assert "has no experts" in refusal(capsys, routing, write_checkpoint(tmp_path / "e0.pt"))
+    assert "--block 2 has no experts: the MoE blocks are" in refusal(capsys, "routing", path, "--block", "2")
+    assert "has no experts" in refusal(capsys, "routing", write_checkpoint(tmp_path / "e0.pt"))
 
 
-def test_the_demo_works_at_toy_size(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(data.Shapes, "__len__", lambda self: {0: 128, 1: 64}[self.stream])
-    argv = ["--demo", "--epochs", "2", "--workers", "0", "--experts", "3"]
-    pretrain.main(pretrain.parse_args(argv))
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(r"k-NN random init \d+\.\d% -> pretrained \d+\.\d%", last)
-    assert Image.open("runs/demo/heatmaps.png").size == (4 * 116, 28 + 6 * 116)      # three experts, six rows
-    teacher = model.load_checkpoint("runs/demo-teacher/last.pt")
-    assert teacher["step"] == 8 and teacher["encoder"]["experts"] == 0
-    pretrain.main(pretrain.parse_args(argv))
-    assert capsys.readouterr().out.splitlines()[-1] == last      # nothing is trained twice
+def test_heatmaps_show_the_most_and_the_least_used_of_many_experts():
+    assert routing.most_and_least(torch.rand(8)) == list(range(8))
+    use = (torch.arange(64) * 37 % 64).float()
+    assert routing.most_and_least(use) == [i for i in range(64) if use[i] < 4 or use[i] >= 60]
 
 
-# ---------------------------------------------------------------------------------------------- bad input
-
-def test_bad_flags_are_refused_by_name(capsys, stage, tmp_path):
-    for flags, expected in (
-            ("--image-size 33", "--image-size 33 is not a multiple of --patch-size 8"),
-            ("--batch-size 64", "has only 32 training images"),
-            ("--micro-batch 3", "--micro-batch 3 does not divide the 8 images"),
-            ("--experts 0 --detach", "--detach needs experts, but --experts is 0"),
-            ("--experts 0 --loss-block 3", "--loss-block needs experts, but --experts is 0"),
-            ("--experts 0 --loss-weights combine", "--loss-weights needs experts"),
-            ("--experts 0 --entropy-weight 5", "--entropy-weight needs experts"),
-            ("--loss-block 2", "--loss-block 2 has no experts: the MoE blocks are 1 3"),
-            ("--moe-blocks 4", "--moe-blocks 4: vit_nano has blocks 0 to 3"),
-            ("--entropy-weight 1 2 3", "--entropy-weight has 3 values: give one, or one for each of the 2"),
-            ("--entropy-experts 2", "--entropy-experts 2: experts are 0 to 1"),
-            ("--detach --loss-weights uniform", "--detach has nothing to detach"),
-            ("--experts 1 --objective token_pixel --encoding dense", "--experts 1: with --encoding dense"),
-            ("--balance gradnorm --objective token", "--balance gradnorm has nothing to balance"),
-            ("--mask-ratio 0.01", "--mask-ratio 0.01 masks 0 of 16 patches"),
-            ("--warmup-epochs 300", "--warmup-epochs 300 leaves nothing of --epochs 2"),
-            ("--teacher ViT-B-16", "teacher ViT-B-16: neither a file nor an open_clip MODEL/PRETRAINED"),
-            ("--teacher ViT-Z-99/openai", "teacher ViT-Z-99/openai: "),
-            ("--teacher RN50/random", "RN50: it is not a vision transformer"),
-            (f"--teacher {__file__}", f"{__file__} is neither an ExPLoRe checkpoint nor a timm-style ViT"),
-            (f"--data {__file__}", f"--data {__file__}: "),
-            (f"--data {tmp_path}/nowhere", f"--data {tmp_path}/nowhere: ")):
-        assert expected in refusal(capsys, pretrain, *stage("pretrain", *flags.split())), flags
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("name, flags", (
-    *(("pretrain", flags) for flags in (
-        "--epochs 0", "--experts -1", "--lr fast", "--objective pixels", "--clip-grad -1", "--lr -1", "--lr inf",
-        "--mask-ratio nan", "--mask-ratio 0", "--mask-ratio 1", "--drop-path 1.5", "--drop-path 1",
-        "--betas 0.9 1.0", "--entropy-weight nan", "--cls-weight nan", "--gradnorm-lr -1",
-        "--seed 123456789012345678901234567890", "--seed -1", "--workers -1", "--micro-batch 0")),
-    *(("finetune", flags) for flags in (
-        "--expert-dropout 1.5", "--layer-decay 0", "--layer-decay 1.1", "x.pt --model vit_base",
-        "x.pt --patch-size 16", "--weight-decay nan")),
-    *(("knn", flags) for flags in ("--temperature -1", "--temperature 0", "-k 0"))))
-def test_values_without_a_meaning_are_refused_by_the_parser(name, flags, capsys):
-    argv = ["x.pt", *flags.split()] if name == "knn" else flags.split()
-    with pytest.raises(SystemExit) as stop:
-        (SCRIPTS | {"knn": knn})[name].parse_args(argv)
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert stop.value.code == 2 and flags.removeprefix("x.pt ").split()[0] in error
-
-
-@pytest.mark.parametrize("script", (pretrain, finetune, linprobe, segment, knn, routing))
-def test_every_script_has_help(script, capsys):
-    with pytest.raises(SystemExit) as stop:
-        script.parse_args(["--help"])
-    assert stop.value.code == 0 and "--data" in capsys.readouterr().out
-
-
-def test_a_clip_teacher_that_cannot_be_downloaded_is_named(capsys, stage, monkeypatch):
-    import open_clip
-    monkeypatch.setattr(open_clip.factory, "download_pretrained", Mock(side_effect=OSError("no network")))
-    openai, laion = (refusal(capsys, pretrain, *stage("pretrain", "--teacher", f"ViT-B-16/{tag}"))
-                     for tag in ("openai", "laion2b_s34b_b88k"))
-    assert openai.startswith("teacher ViT-B-16/openai: ") and "no network" in openai
-    assert "ViT-B-16-quickgelu/FILE" in openai      # as ViT-B-16/FILE, its targets would silently be wrong
-    assert "quickgelu" not in laion
-
-
-class Downloaded(list):
-    """Stands for a torchvision set: PIL images and labels."""
-    classes = ["ant", "bee"]
-
-    def __init__(self, root, split=None, train=False, transform=None, download=False):
-        assert root == "data" and download
-        images = 3 if train or split == "train" else 2
-        super().__init__((transform(Image.new("L", (20, 10), 50 * i)), i % 2) for i in range(images))
-
-
-@pytest.mark.parametrize("name, kind", (("cifar10", "CIFAR10"), ("food101", "Food101")))
-def test_torchvisions_sets_are_downloaded_or_refused_in_words(capsys, stage, monkeypatch, name, kind):
-    monkeypatch.setattr(data, kind, Downloaded)
-    images, val = (data.open_images(name, split, 32) for split in ("train", "val"))
-    image, label = images[1]
-    assert (len(images), len(val), label) == (3, 2, 1) and image.shape == (3, 10, 20) and (image == 50).all()
-    monkeypatch.setattr(data, kind, Mock(side_effect=OSError("no route to host")))
-    error = refusal(capsys, pretrain, *stage("pretrain", "--data", name))
-    assert error.startswith(f"--data {name}: torchvision could not download it (no route to host)")
-
-
-def test_batches_must_divide_among_processes():
-    with pytest.raises(common.UserError, match="--batch-size 10 is not a multiple of the 4 processes"):
-        common.sizes(pretrain.parse_args(["--batch-size", "10"]), 4, 100)
-    for world, micro_steps in ((4, 4), (1, 16)):
-        assert common.sizes(pretrain.parse_args([]), world, 1281167) == (256, micro_steps, 312)
-
-
-# -------------------------------------------------------------------------------------------------- speed
-
-BENCH = re.compile(r"teacher (\S+) ms \| student (\S+) ms \| (\S+) images/s \| (\S+) TFLOP/s \| (\S+) GiB\n")
-
-
-@pytest.mark.parametrize("flags", (
-    "", "--encoding dense --objective token_cls_pixel --micro-batch 4", "--data {}"))
-def test_bench_times_a_run_and_leaves_nothing_behind(tmp_path, teacher, photos, capsys, monkeypatch, flags):
-    monkeypatch.chdir(tmp_path)
-    flags = flags.format(photos).split()
-    pretrain.main(pretrain.parse_args([*TOY, "--teacher", teacher, "--bench", "2", *flags]))
-    times = [float(number) for number in BENCH.search(capsys.readouterr().out).groups()]
-    assert times[0] > 0 and times[1] > 0 and times[4] > 0.1 and not list(tmp_path.iterdir())
-    assert times[2] == pytest.approx(8 / (times[0] + times[1]) * 1000, rel=0.05, abs=1)
-
-
-def test_bench_counts_the_teachers_and_the_blocks_flops(teacher, capsys, monkeypatch):
-    clock = iter(np.arange(100) * 1e-6)                      # a step and a teacher of one microsecond
-    monkeypatch.setattr(pretrain, "clock", lambda device: next(clock))
-    pretrain.main(pretrain.parse_args([*TOY, "--teacher", teacher, "--bench", "2"]))
-    macs = 3 * model.encoder_macs(nano(experts=2), 11) + model.encoder_macs(nano(), 17) + 16 * 192 * 96
-    assert float(BENCH.search(capsys.readouterr().out)[4]) == pytest.approx(2 * 8 * macs / 1e6, rel=0.01)
-
-
-class HostReads(torch.utils._python_dispatch.TorchDispatchMode):
-    """Refuses the operations that make the host wait for a device."""
-    waiting = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique2", "item")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.overloadpacket.__name__ not in self.waiting
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("flags", (
-    "", "--recompute --balance rlw", "--experts 0 --balance gradnorm",
-    "--encoding dense --objective token_cls_pixel --importance-weight 1"))
-def test_the_host_waits_for_nothing_between_logged_steps(teacher, monkeypatch, flags):
-    """A step reads no value of a tensor; on a GPU each such read would empty the queue."""
-    reads, calls = HostReads(), itertools.count(1)
-
-    def clock(device):                                            # before the first step and after each
-        call = next(calls)
-        if call == 2:
-            reads.__enter__()
-        if call == 3:
-            reads.__exit__(None, None, None)
-        return float(call)
-    monkeypatch.setattr(pretrain, "clock", clock)
-    pretrain.main(pretrain.parse_args([*TOY, "--teacher", teacher, "--bench", "1", *flags.split()]))
-    assert next(calls) > 4
-    with reads, pytest.raises(AssertionError):                         # it does see them
-        torch.ones(1).item()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")
-def test_no_step_synchronizes_a_gpu(teacher, monkeypatch):
-    calls = itertools.count()
-
-    def clock(device):
-        call = next(calls)
-        torch.cuda.set_sync_debug_mode("error" if call == pretrain.WARM_UP else "default")
-        return float(call)
-    monkeypatch.setattr(pretrain, "clock", clock)
-    pretrain.main(pretrain.parse_args([*TOY, "--amp", "fp16", "--teacher", teacher, "--bench", "3"]))
-
-
-# --------------------------------------------------------------------------------------- README, EXPERIMENTS
-
-COMMANDS = re.findall(r"`(pretrain\.py[^`]*)` \|$", EXPERIMENTS, re.M)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_of_the_papers_tables_trains(stage, monkeypatch, tmp_path, command):
-    monkeypatch.setitem(model.PRESETS, "vit_tiny", dict(dim=48, depth=12, heads=3))
-    monkeypatch.setattr(common.Run, "save", lambda *args: None)
-    more = ["--model", "vit_tiny", "--max-steps", "1", "--warmup-epochs", "0"]
-    pretrain.main(pretrain.parse_args(stage("pretrain", *command.split()[1:], *more)))
-    log = json.loads((tmp_path / "run" / "log.jsonl").read_text())
-    assert log["step"] == 1 and math.isfinite(log["loss"])
-
-
-def test_the_papers_tables_have_a_command_for_every_ablation():
-    for flags in ("--experts 0", "--experts 64", "--loss-weights uniform", "--loss-weights combine", "--seed",
-                  "--loss-block 7 9 11", "--entropy-on combine", "--importance-weight 2", "--mask-ratio 0.5",
-                  "--balance rlw", "--balance gradnorm", "--encoding dense", "--objective token_pixel",
-                  "--objective token_cls_pixel", "--entropy-weight 5 24", "--detach"):
-        assert any(flags in command for command in COMMANDS), flags
-
-
-def test_the_lines_of_code_in_the_readme_are_those_of_the_program():
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    lines = [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
-    program = "".join((HERE / name).read_text() for name in ("model.py", "losses.py", "pretrain.py"))
-    assert len(lines) >= 5 and [line for line in lines if line not in program] == []
-
-
-def test_the_readmes_test_command_is_what_ci_runs():
-    command = "python -m pytest -q test_explore.py"
-    assert command in README and command in (HERE / ".ci" / "run").read_text()
+# ----------------------------------------------------------------------------------- README, demo, experiments

@@ -1,0 +1,144 @@
+"""Loads checkpoints: ours, those of the authors' release, and ViTs with timm's names (timm, DeiT, MAE)."""
+
+import argparse
+import hashlib
+import math
+import re
+import zipfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model import ViT
+
+HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1280: 16}      # by width: state dicts do not say
+NOT_ENCODER = re.compile(r"\w*head|decoder|mask_token|fc_norm|pre_logits|predictor|projector")
+
+
+class LoadError(ValueError):
+    """A checkpoint or teacher that cannot be loaded. The message names it and says why, in one line."""
+
+
+def load_checkpoint(path: str | Path) -> dict:
+    """Loads a checkpoint -> a dict of "model" (the state dict; the encoder's names begin with "encoder."),
+    "encoder" (the arguments of `ViT`), "args" and, where it is ours, what else was saved; and its "path".
+
+    ViT weights with timm's names and the authors' release are converted. Raises LoadError for anything else,
+    and for a file that holds more than tensors, numbers, strings and argparse's Namespace: its code never runs.
+    """
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):      # which DeiT's and MAE's files have
+            # mapped where the weights move to a GPU; on a CPU they would stay a part of the file
+            file = torch.load(path, map_location="cpu", weights_only=True,
+                              mmap=torch.cuda.is_available() and zipfile.is_zipfile(path))
+    except FileNotFoundError:
+        raise LoadError(f"{path}: no such file") from None
+    except Exception as error:      # not of PyTorch, cut off, with code inside, not readable: a dozen kinds
+        why = error.strerror if isinstance(error, OSError) else "not a PyTorch file of plain tensors, or damaged"
+        raise LoadError(f"{path}: {why}") from error
+    try:
+        if not {"model", "encoder", "args"} <= file.keys():
+            file = convert_foreign(file)
+    except Exception as error:
+        message = f"{path} is neither an ExPLoRe checkpoint nor a timm-style ViT ({first_line(error)})"
+        raise LoadError(message) from error
+    return file | {"path": str(path)}
+
+
+def convert_foreign(file: dict) -> dict:
+    """Other people's ViT weights -> the form of our checkpoints. Raises ValueError where they do not fit.
+
+    Heads and decoders are left out; any other tensor that our encoder has no place for refuses the file, for
+    without it the features would silently be wrong.
+    """
+    weights = file.get("model", file.get("state_dict", file))
+    state = {name.removeprefix("module."): x for name, x in weights.items() if isinstance(x, Tensor)}
+    if any(name.startswith("student.") for name in state):      # the release keeps other networks beside it
+        state = {name.removeprefix("student."): x for name, x in state.items() if name.startswith("student.")}
+    state = {name: x for name, x in state.items() if not NOT_ENCODER.match(name)}
+    missing = {"patch_embed.proj.weight", "pos_embed", "cls_token", "norm.weight"} - state.keys()
+    if missing:
+        raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+
+    dim, _, patch_size, _ = state["patch_embed.proj.weight"].shape
+    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+    moe_blocks = [i for i in range(depth) if f"blocks.{i}.mlp.phi" in state]
+    experts = state[f"blocks.{moe_blocks[0]}.mlp.phi"].reshape(dim, -1).shape[1] if moe_blocks else 0
+    heads = file.get("heads", HEADS.get(dim))
+    if not heads:
+        raise ValueError(f"nothing says how many attention heads an encoder of width {dim} has: save it as "
+                         "{'model': state_dict, 'heads': NUMBER}")
+    config = dict(image_size=math.isqrt(state["pos_embed"].shape[1] - 1) * patch_size, patch_size=patch_size,
+                  dim=dim, depth=depth, heads=heads, experts=experts, moe_blocks=moe_blocks)
+    for i in range(depth):
+        at = f"blocks.{i}."
+        for ours, theirs in (("ls1.gamma", "gamma_1"), ("ls2.gamma", "gamma_2")):      # no LayerScale: ones
+            state[at + ours] = state.pop(at + theirs, state.get(at + ours, torch.ones(dim)))
+        if at + "attn.q_bias" in state:                                                # keys without a bias
+            q, v = state.pop(at + "attn.q_bias"), state.pop(at + "attn.v_bias")
+            state[at + "attn.qkv.bias"] = torch.cat([q, torch.zeros_like(q), v])
+        if i in moe_blocks:
+            state[at + "mlp.phi"] = state[at + "mlp.phi"].reshape(dim, experts)
+            state[at + "mlp.scale"] = state[at + "mlp.scale"].reshape(())
+        for n in (1, 2) if at + "mlp.experts.0.fc1.weight" in state else ():
+            layers = [at + f"mlp.experts.{e}.fc{n}." for e in range(experts)]
+            state[at + f"mlp.w{n}"] = torch.stack([state.pop(layer + "weight").T for layer in layers])
+            state[at + f"mlp.b{n}"] = torch.stack([state.pop(layer + "bias") for layer in layers])
+    with torch.device("meta"):
+        unexpected = sorted(state.keys() - ViT(**config).state_dict().keys())
+    if unexpected:
+        raise ValueError(f"{', '.join(unexpected[:3])} has no place in our encoder")
+    return {"model": {f"encoder.{name}": x for name, x in state.items()}, "encoder": config, "args": {}}
+
+
+def load_encoder(source: str | Path | dict, grid: int | None = None, **dropouts) -> ViT:
+    """The encoder of a checkpoint file, or of what `load_checkpoint` returned. Raises LoadError.
+
+    `grid` resizes its position embeddings to as many patches a side; `dropouts` are ViT's drop_path and
+    expert_dropout.
+    """
+    checkpoint = source if isinstance(source, dict) else load_checkpoint(source)
+    config, path = dict(checkpoint["encoder"]), checkpoint["path"]
+    state = {name.removeprefix("encoder."): x for name, x in checkpoint["model"].items()
+             if name.startswith("encoder.")}
+    if not state:
+        raise LoadError(f"{path} holds a probe without its encoder; give the checkpoint it was trained on")
+    if grid is not None and "pos_embed" in state:
+        config["image_size"] = grid * config["patch_size"]
+        state["pos_embed"] = resize_pos_embed(state["pos_embed"], grid)
+    encoder = ViT(**config, **dropouts)
+    try:
+        encoder.load_state_dict(state)
+    except RuntimeError as error:
+        raise LoadError(f"{path}: {' '.join(str(error).split())[:400]}") from error
+    return encoder
+
+
+def resize_pos_embed(pos_embed: Tensor, grid: int) -> Tensor:
+    """pos_embed [1, 1 + M * M, D] -> [1, 1 + grid * grid, D], bicubic; [CLS] keeps its own."""
+    cls, patches = pos_embed[:, :1], pos_embed[:, 1:]
+    old = math.isqrt(patches.shape[1])
+    if old == grid:
+        return pos_embed
+    patches = patches.unflatten(1, (old, old)).permute(0, 3, 1, 2)
+    patches = F.interpolate(patches, (grid, grid), mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([cls, patches.flatten(2).transpose(1, 2)], dim=1)
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:300] or type(error).__name__
+
+
+def digest(model: nn.Module) -> str:
+    """A short hash of a few values of each of a model's tensors, which tells other weights apart.
+
+    Not of position embeddings: they may have been resized, which does not give the same bits on every CPU.
+    """
+    sha = hashlib.sha256()
+    for name, x in model.state_dict().items():
+        if "pos" not in name:
+            some = x.flatten()[::max(1, x.numel() // 16)]
+            sha.update(f"{name} {tuple(x.shape)} {some.tolist()}".encode())
+    return sha.hexdigest()[:16]

@@ -1,0 +1,66 @@
+"""A set that is drawn on the fly, with class labels and object masks: nothing to download."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Shapes:
+    """A set drawn on the fly: a textured blob on a smooth background; ten classes, five hues by two textures.
+
+    Each image is a function of (split, index). Index it for (uint8 [3, size, size], label). `mask(index)` is
+    the object's bool [size, size], `annotation(index)` uint8: 1 for background, 2 to 11 for its class.
+    """
+    hues = {"red": 0.0, "yellow": 0.15, "green": 0.35, "blue": 0.6, "purple": 0.8}
+    classes = [f"{texture} {hue}" for hue in hues for texture in ("striped", "spotted")]
+
+    def __init__(self, split: str, size: int):
+        self.stream, self.length = {"train": (0, 4096), "val": (1, 1024)}[split]
+        axis = np.linspace(-1, 1, size, dtype=np.float32)
+        self.y, self.x = axis[:, None], axis[None, :]
+        self.blend = np.maximum(0, 1 - np.abs(self.y - np.array([-1, 0, 1], np.float32)))      # [size, 3]
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.from_numpy(self.draw(index)[0]), index % len(self.classes)
+
+    def mask(self, index: int) -> Tensor:
+        return torch.from_numpy(self.draw(index)[1])
+
+    def annotation(self, index: int) -> Tensor:
+        return torch.where(self.mask(index), 2 + index % len(self.classes), 1).to(torch.uint8)
+
+    def draw(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """-> (uint8 [3, size, size], the object's bool [size, size])"""
+        rng, x, y = np.random.default_rng((self.stream, index)), self.x, self.y
+        hue, texture = divmod(index % len(self.classes), 2)
+
+        # background: 3 x 3 random dull colors that blend into each other, and noise
+        dull = rng.uniform(0.25, 0.75, (1, 3, 3)) + rng.uniform(-0.2, 0.2, (3, 3, 3))
+        image = self.blend @ dull.astype(np.float32) @ self.blend.T
+        image += 0.1 * rng.standard_normal(image.shape, dtype=np.float32)
+
+        # object: a blob whose radius waves with the angle
+        dy, dx = y - rng.uniform(-0.5, 0.5), x - rng.uniform(-0.5, 0.5)
+        angle, phase, wave = np.arctan2(dy, dx), rng.uniform(0, 2 * np.pi, 2), rng.uniform(0, 0.2, 2)
+        radius = 1 + wave[0] * np.cos(2 * angle + phase[0]) + wave[1] * np.cos(3 * angle + phase[1])
+        mask = np.hypot(dy, dx) < rng.uniform(0.3, 0.55) * radius
+
+        # its texture, in any direction: light and dark stripes of its color, or white spots on it
+        turn, pitch = rng.uniform(0, np.pi), rng.uniform(12, 18)
+        u = pitch * (np.cos(turn) * x + np.sin(turn) * y)
+        v = pitch * (np.cos(turn) * y - np.sin(turn) * x)
+        pure = hue_to_rgb(list(self.hues.values())[hue] + rng.uniform(-0.03, 0.03))
+        color = (1 - rng.uniform(0.5, 0.9) * (1 - pure))[:, None, None]
+        light = rng.uniform(0.8, 1.0) * (color if texture == 0 else 1)
+        dark = color * (rng.uniform(0.3, 0.5) if texture == 0 else rng.uniform(0.5, 0.9))
+        pattern = np.cos(u) > 0 if texture == 0 else np.cos(u) + np.cos(v) > 0.7
+        image = np.where(mask, np.where(pattern, light, dark), image)
+        return (image.clip(0, 1) * 255).astype(np.uint8), mask
+
+
+def hue_to_rgb(hue: float) -> np.ndarray:
+    """Hue in turns -> its fully saturated color, [3] in [0, 1]."""
+    return np.clip(np.abs((hue * 6 + np.array([0, 4, 2])) % 6 - 3) - 1, 0, 1)

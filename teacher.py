@@ -1,0 +1,91 @@
+"""Frozen teachers, whose tokens are the targets: CLIP from open_clip, or any checkpoint that this code loads."""
+
+import logging
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from checkpoint import LoadError, first_line, load_encoder
+from model import IMAGENET_MEAN, IMAGENET_STD
+
+
+class Teacher(nn.Module):
+    """A frozen model whose tokens are the targets: square images in [0, 1] of any size -> [B, 1 + N, dim].
+
+    It resizes images so that its patch grid is the student's, and normalizes them its own way.
+    """
+
+    def __init__(self, image_size: int, dim: int, mean: tuple, std: tuple):
+        super().__init__()
+        self.image_size, self.dim = image_size, dim
+        self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(3, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.shape[-1] != self.image_size:
+            images = F.interpolate(images, (self.image_size, self.image_size), mode="bicubic", antialias=True)
+        return self.tokens((images.clamp(0, 1).to(self.mean.dtype) - self.mean) / self.std)
+
+
+class ClipTeacher(Teacher):
+    """CLIP's ViT from open_clip: tokens after its last block, before `ln_post` and the projection.
+
+    `pretrained` is an open_clip tag, a file or "random" (always the same weights, for tests and benchmarks).
+    `grid` is the student's number of patches along a side.
+    """
+
+    def __init__(self, name: str, pretrained: str, grid: int):
+        import open_clip
+        # OpenAI's weights need QuickGELU; with another activation every target would silently be wrong. A tag
+        # says so; a file does not: there the model's name has to, as in ViT-B-16-quickgelu.
+        quick_gelu = open_clip.get_pretrained_cfg(name, pretrained).get("quick_gelu", False)
+        if name not in open_clip.list_models():
+            raise LoadError(f"teacher {name}/{pretrained}: no such file, and open_clip has no model {name}")
+        patch_size = open_clip.get_model_config(name)["vision_cfg"].get("patch_size") or 1
+        logging.disable(logging.ERROR)      # open_clip and the hub log what they also raise
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                visual = open_clip.create_model(name, None if pretrained == "random" else pretrained,
+                                                force_image_size=grid * patch_size,
+                                                force_quick_gelu=quick_gelu).visual
+        except Exception as error:          # the model, the tag, the file, the network: open_clip says which
+            hint = f"; these weights as a file are {name}-quickgelu/FILE" if quick_gelu else ""
+            raise LoadError(f"teacher {name}/{pretrained}: {first_line(error)}{hint}") from error
+        finally:
+            logging.disable(logging.NOTSET)
+        if not isinstance(visual, open_clip.transformer.VisionTransformer):
+            raise LoadError(f"teacher {name}: it is not a vision transformer with a [CLS] token")
+        mean, std = visual.preprocess_cfg["mean"], visual.preprocess_cfg["std"]
+        super().__init__(grid * patch_size, visual.conv1.out_channels, mean, std)
+        self.visual = visual
+
+    def tokens(self, images: Tensor) -> Tensor:
+        last = self.visual.forward_intermediates(images, indices=1, intermediates_only=True,
+                                                 output_fmt="NLC", output_extra_tokens=True)
+        return torch.cat([last["image_intermediates_prefix"][0], last["image_intermediates"][0]], dim=1)
+
+
+class EncoderTeacher(Teacher):
+    """An encoder from any checkpoint that `load_encoder` reads: its tokens after the final norm."""
+
+    def __init__(self, path: str, grid: int):
+        encoder = load_encoder(path, grid=grid)
+        super().__init__(grid * encoder.patch_size, encoder.dim, IMAGENET_MEAN, IMAGENET_STD)
+        self.encoder = encoder
+
+    def tokens(self, images: Tensor) -> Tensor:
+        return self.encoder(images)[0]
+
+
+def build_teacher(name: str, grid: int) -> Teacher:
+    """`name`: a checkpoint file or open_clip's MODEL/PRETRAINED, split at the first "/". Raises LoadError."""
+    if Path(name).is_file():
+        teacher = EncoderTeacher(name, grid)
+    elif "/" in name:
+        teacher = ClipTeacher(*name.split("/", 1), grid)
+    else:
+        raise LoadError(f"teacher {name}: neither a file nor an open_clip MODEL/PRETRAINED (ViT-B-16/openai)")
+    return teacher.eval().requires_grad_(False)
