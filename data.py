@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -59,8 +60,8 @@ class Folder(DatasetFolder):
             if not self.samples:
                 raise FileNotFoundError(f"no image in {os.path.join(root, split)}")
         except OSError as error:
-            message = (f"--data {root}: {error}; expected train/CLASS/*.jpg and val/CLASS/*.jpg in it, "
-                       "or cifar10, food101, shapes (`sh demo.sh` needs no images)")
+            message = (f"--data {root}: {error}; expected train/CLASS/*.jpg and val/CLASS/*.jpg, whose folders are "
+                       "the labels, or cifar10, food101, shapes (`sh demo.sh` needs no images)")
             raise UserError(message) from error
         # one array of bytes, not a million strings: workers would copy those as reference counts change
         self.samples = np.array([os.fsencode(path) for path, _ in self.samples])
@@ -76,6 +77,23 @@ class Folder(DatasetFolder):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return read_image(os.fsdecode(self.samples[index])), self.targets[index]
+
+
+class Photos(Dataset):
+    """A file, or the files of a folder without classes. Index it for (uint8 [3, H, W], 0)."""
+
+    def __init__(self, path: Path):
+        self.paths = sorted(path.iterdir()) if path.is_dir() else [path]
+        self.paths = [path for path in self.paths if path.suffix.lower() in IMG_EXTENSIONS]
+
+    def __len__(self):
+        return len(self.paths)
+
+    def names(self) -> list[str]:
+        return [path.name for path in self.paths]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return read_image(self.paths[index]), 0
 
 
 def torchvision_set(name: str, split: str) -> CIFAR10 | Food101:
@@ -94,11 +112,17 @@ def rgb(image: Image.Image) -> Tensor:
     return TF.pil_to_tensor(image.convert("RGB"))
 
 
-def open_images(data: str, split: str, image_size: int):
-    """What `--data` names: a Folder, a set of torchvision or Shapes, of "train" or "val"."""
+def open_images(data: str, split: str, image_size: int, labels: bool = True):
+    """What `--data` names: a Folder, Photos, a set of torchvision or Shapes, of "train" or "val"."""
     if data == "shapes":
         return Shapes(split, image_size)
-    return torchvision_set(data, split) if data in ("cifar10", "food101") else Folder(data, split)
+    if data in ("cifar10", "food101"):
+        return torchvision_set(data, split)
+    path = Path(data, split) if Path(data, split).is_dir() else Path(data)
+    if not labels and path.exists() and not (path.is_dir() and any(entry.is_dir() for entry in path.iterdir())):
+        if photos := Photos(path):
+            return photos
+    return Folder(data, split)
 
 
 def digest(*sets) -> str:

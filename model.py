@@ -31,7 +31,25 @@ class Routing(NamedTuple):
     combine: Tensor    # [B, T, E], sums to 1 over experts: how much of each expert's output a token takes
 
 
-class SoftMoE(nn.Module):
+class Router(nn.Module):
+    """Tells how much each token gives to each expert, and takes from it, by scaled cosines (Eq. 4)."""
+
+    def __init__(self, dim: int, experts: int):
+        super().__init__()
+        self.phi = nn.Parameter(torch.empty(dim, experts))     # the direction that each expert looks for
+        self.scale = nn.Parameter(torch.ones(()))              # how sharply: an inverse temperature
+        nn.init.uniform_(self.phi, -experts ** -0.5, experts ** -0.5)
+
+    def route(self, x: Tensor) -> Routing:
+        """x [B, T, D] -> weights [B, T, E], in float32 even under autocast or in half precision."""
+        precision = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            x, phi = F.normalize(x.to(precision), dim=-1), F.normalize(self.phi.to(precision), dim=0)
+            logits = self.scale * (x @ phi)                                        # scaled cosines, [B, T, E]
+            return Routing(dispatch=logits.softmax(dim=1), combine=logits.softmax(dim=2))
+
+
+class SoftMoE(Router):
     """Soft mixture of `experts` MLPs with one slot each, in place of a block's MLP (Eq. 4, App. G).
 
     `dropout` is the recipe Expert Dropout (ExD): while training, an expert's whole output for an image is
@@ -39,10 +57,8 @@ class SoftMoE(nn.Module):
     """
 
     def __init__(self, dim: int, experts: int, hidden: int, dropout: float = 0.0):
-        super().__init__()
+        super().__init__(dim, experts)
         self.dropout = dropout
-        self.phi = nn.Parameter(torch.empty(dim, experts))     # the direction that each expert looks for
-        self.scale = nn.Parameter(torch.ones(()))              # how sharply: an inverse temperature
         self.w1 = nn.Parameter(torch.empty(experts, dim, hidden))
         self.b1 = nn.Parameter(torch.zeros(experts, hidden))
         self.w2 = nn.Parameter(torch.empty(experts, hidden, dim))
@@ -50,15 +66,6 @@ class SoftMoE(nn.Module):
         # nn.init would take the wrong fan from [E, in, out]; these are nn.Linear's bounds, 1 / sqrt(fan_in)
         nn.init.uniform_(self.w1, -dim ** -0.5, dim ** -0.5)
         nn.init.uniform_(self.w2, -hidden ** -0.5, hidden ** -0.5)
-        nn.init.uniform_(self.phi, -experts ** -0.5, experts ** -0.5)
-
-    def route(self, x: Tensor) -> Routing:
-        """Eq. 4: x [B, T, D] -> weights [B, T, E], in float32 even under autocast or in half precision."""
-        precision = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            x, phi = F.normalize(x.to(precision), dim=-1), F.normalize(self.phi.to(precision), dim=0)
-            logits = self.scale * (x @ phi)                                        # scaled cosines, [B, T, E]
-            return Routing(dispatch=logits.softmax(dim=1), combine=logits.softmax(dim=2))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         """x [B, T, D] -> (y [B, T, D], Routing)"""
@@ -189,11 +196,6 @@ class ViT(nn.Module):
         Sparse encoding: ids_keep [B, V] names the patches to process; the tokens follow in that order.
         Dense encoding: mask [B, N] marks the patches that mask_token [1, 1, D] replaces.
         """
-        x, routing = self.features(images, ids_keep, mask, mask_token)
-        return self.norm(x), routing
-
-    def features(self, images, ids_keep=None, mask=None, mask_token=None):
-        """`forward` without the final norm."""
         x, routing = self.embed(images, ids_keep, mask, mask_token), {}
         for i, block in enumerate(self.blocks):
             if self.recompute:
@@ -202,7 +204,7 @@ class ViT(nn.Module):
                 x, routed = block(x)
             if routed is not None:
                 routing[i] = routed
-        return x, routing
+        return self.norm(x), routing
 
     def intermediate(self, images: Tensor, blocks: list[int]) -> list[Tensor]:
         """The patch tokens after each of `blocks`: images [B, 3, S, S] -> maps [B, D, grid, grid]."""
@@ -300,7 +302,7 @@ class PixelDecoder(nn.Module):
 class Prediction(NamedTuple):
     tokens: Tensor                  # of the teacher's tokens [B, T, Dt], [CLS] first
     pixels: Tensor | None           # of all patches [B, N, 3 * patch_size ** 2], where there is a decoder
-    routing: dict[int, Routing]     # of each MoE block
+    routing: dict[int, Routing]     # of each MoE block, and of the loss router at the end
     ids_keep: Tensor | None         # the visible patches [B, V], in the order of `tokens`; None if dense
 
 
@@ -308,11 +310,12 @@ class Explore(nn.Module):
     """The student: a ViT, one linear head on every token to the teacher's width, and a decoder for pixels.
 
     Sparse encoding processes the visible patches alone, as MAE does. Dense encoding processes all, with a mask
-    token in place of the masked ones, as BEiT does; that token is not part of the encoder.
+    token in place of the masked ones, as BEiT does; that token is not part of the encoder. `loss_router`, beyond
+    the paper, is a router of two experts for the losses alone, on the final tokens: a block more, after the last.
     """
 
     def __init__(self, encoder: ViT, teacher_dim: int, mask_ratio: float = 0.4, dense: bool = False,
-                 pixels: bool = False):
+                 pixels: bool = False, loss_router: bool = False):
         super().__init__()
         self.encoder, self.sparse = encoder, not dense
         self.visible = encoder.grid ** 2 - int(mask_ratio * encoder.grid ** 2)
@@ -322,6 +325,7 @@ class Explore(nn.Module):
         if dense:
             nn.init.trunc_normal_(self.mask_token, std=0.02)
         self.decoder = PixelDecoder(encoder) if pixels else None
+        self.loss_router = Router(encoder.dim, 2) if loss_router else None
 
     def forward(self, images: Tensor, mask: Tensor) -> Prediction:
         """images [B, 3, S, S]; mask [B, N], the same number of patches masked in each image"""
@@ -331,5 +335,7 @@ class Explore(nn.Module):
         else:
             ids_keep = None
             tokens, routing = self.encoder(images, mask=mask, mask_token=self.mask_token)
+        if self.loss_router:
+            routing[len(self.encoder.blocks)] = self.loss_router.route(tokens)
         pixels = self.decoder(tokens[:, 1:], ids_keep, mask) if self.decoder else None
         return Prediction(self.head(tokens), pixels, routing, ids_keep)

@@ -13,7 +13,7 @@ import data
 from balance import FixedWeights, GradNorm, RandomLossWeighting
 from checkpoint import digest
 from losses import explore_losses
-from model import PRESETS, Explore, build_vit
+from model import PRESETS, Explore, Router, build_vit
 from teacher import build_teacher
 
 
@@ -41,7 +41,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--mask-ratio", type=float, default=0.4, metavar="R",
         help="share of patches that the student does not see (default: %(default)s)")
     add("--teacher", default="ViT-B-16/openai",
-        help="a checkpoint, or an open_clip MODEL/PRETRAINED, where PRETRAINED is a tag, a file or random "
+        help="a checkpoint, an open_clip MODEL/PRETRAINED (a tag, a file or random), or timm/NAME "
              "(default: %(default)s)")
     add("--cls-weight", type=float, default=0.4, metavar="W",
         help="w of Eq. 8 with --balance static (default: %(default)s)")
@@ -54,6 +54,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
              "(default: %(default)s)")
     add("--loss-block", type=int, nargs="+", metavar="B",
         help="MoE block that gives the weights; several are averaged (default: the last one)")
+    add("--loss-router", action="store_true",
+        help="beyond the paper: a router for the losses alone, on the final tokens, also with --experts 0")
     add("--detach", action="store_true",
         help="weight the loss by constants, which send the router no gradient: the paper's main ablation")
     add("--entropy-weight", type=float, nargs="+", metavar="L",
@@ -85,21 +87,26 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace):
              "least one must be masked and one visible")
     if args.balance != "static" and args.objective == "token":
         fail(f"--balance {args.balance} has nothing to balance: --objective token is one objective")
-    if not args.experts:
+    if not args.experts and not args.loss_router:
         for name in ("moe_blocks", "loss_weights", "loss_block", "detach", "entropy_weight", "entropy_on",
                      "entropy_experts", "importance_weight"):
             if getattr(args, name) != parser.get_default(name):
                 fail(f"{common.flag(name)} needs experts, but --experts is 0")
         return
+    if args.loss_router and (args.loss_block or args.loss_weights == "uniform"):
+        fail("--loss-router takes the place of --loss-block, and has nothing to weight with --loss-weights uniform")
+    if args.moe_blocks and not args.experts:
+        fail("--moe-blocks needs experts, but --experts is 0")
     if args.detach and args.loss_weights == "uniform":
         fail("--detach has nothing to detach with --loss-weights uniform")
-    if args.entropy_weight and len(args.entropy_weight) not in (1, args.experts):
+    experts = 2 if args.loss_router else args.experts
+    if args.entropy_weight and len(args.entropy_weight) not in (1, experts):
         fail(f"--entropy-weight has {len(args.entropy_weight)} values: give one, or one for each of the "
-             f"{args.experts} experts")
-    if unexpected := set(args.entropy_experts or []) - set(range(args.experts)):
-        fail(f"--entropy-experts {min(unexpected)}: experts are 0 to {args.experts - 1}")
+             f"{experts} experts")
+    if unexpected := set(args.entropy_experts or []) - set(range(experts)):
+        fail(f"--entropy-experts {min(unexpected)}: experts are 0 to {experts - 1}")
     dense_pixels = args.encoding == "dense" and "pixel" in args.objective
-    if args.experts == 1 and dense_pixels and args.loss_weights != "uniform":
+    if experts == 1 and dense_pixels and args.loss_weights != "uniform":
         fail("--experts 1: with --encoding dense, expert 1 weights the pixel loss, so there must be 2")
     blocks = args.moe_blocks or list(range(1, depth, 2))
     if unexpected := set(blocks) - set(range(depth)):
@@ -111,14 +118,15 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace):
 def entropy_weights(args: argparse.Namespace) -> list[float]:
     """lambda of each expert; 0 for those that --entropy-experts leaves out."""
     weights = args.entropy_weight or [5.0]
-    weights = weights if len(weights) > 1 else weights * args.experts
-    chosen = args.entropy_experts or range(args.experts)
+    experts = 2 if args.loss_router else args.experts
+    weights = weights if len(weights) > 1 else weights * experts
+    chosen = args.entropy_experts or range(experts)
     return [weight if e in chosen else 0.0 for e, weight in enumerate(weights)]
 
 
 def main(args: argparse.Namespace):
     machine = common.Machine(args)
-    images = data.open_images(args.data, "train", args.image_size)
+    images = data.open_images(args.data, "train", args.image_size, labels=False)
     plan = common.make_plan(args, machine.world, len(images))
 
     # teacher, student, optimizer
@@ -132,7 +140,7 @@ def main(args: argparse.Namespace):
                         moe_blocks=args.moe_blocks, drop_path=args.drop_path)
     encoder.recompute = args.recompute
     student = Explore(encoder, teacher.dim, args.mask_ratio, dense=args.encoding == "dense",
-                      pixels="pixel" in objectives).to(machine.device)
+                      pixels="pixel" in objectives, loss_router=args.loss_router).to(machine.device)
     optimizer = common.adamw(student, args.lr, args.weight_decay, args.betas)
 
     # losses and their weights
@@ -156,11 +164,13 @@ def main(args: argparse.Namespace):
     if machine.compile:
         teacher.compile()
         if args.balance == "gradnorm":      # it differentiates twice from the last norm on
-            encoder.features = torch.compile(encoder.features)
+            for block in encoder.blocks:
+                block.compile()
         else:
             student.compile()
             compute_losses = torch.compile(explore_losses)
-    model, neutral = machine.parallel(student).train(), 1 / args.experts if args.loss_weights == "combine" else 1.0
+    model, routers = machine.parallel(student).train(), [m for m in student.modules() if isinstance(m, Router)]
+    neutral = 1 / len(coupling["entropy_weights"]) if args.loss_weights == "combine" else 1.0
     views = data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio)
     batches = data.train_batches(views, len(images), run)
 
@@ -183,8 +193,8 @@ def main(args: argparse.Namespace):
 
         run.log.add(common.optimizer_step(optimizer, machine.scaler, args.clip_grad))
         balance.update()
-        if encoder.moe_blocks:
-            run.log.add({"scale": torch.stack([encoder.blocks[i].mlp.scale.detach() for i in encoder.moe_blocks])})
+        if routers:
+            run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
         warn_of_collapse(run.end_step(step), neutral)                            # log line, checkpoint, signal
     run.report(f"next: python knn.py {args.out}/epoch_*.pt --data {args.data}")
 

@@ -23,6 +23,7 @@ import data
 from checkpoint import LoadError, load_checkpoint, load_encoder
 from common import UserError
 from losses import dispatch_entropy, token_loss, variation
+from model import Router
 from teacher import build_teacher
 
 # cool to warm: colors at equal distances
@@ -89,7 +90,12 @@ def measure(path: str, args: argparse.Namespace, machine: common.Machine) -> tup
     """One checkpoint -> (numbers for routing.json, tensors for the pictures)"""
     checkpoint, rng = load_checkpoint(path), np.random.default_rng(args.seed)
     encoder = load_encoder(checkpoint).to(machine.device).eval()
-    blocks = encoder.moe_blocks
+    routers = {i: encoder.blocks[i].mlp for i in encoder.moe_blocks}
+    if "loss_router.phi" in checkpoint["model"]:      # after the last block, on the final tokens
+        routers[len(encoder.blocks)] = Router(*checkpoint["model"]["loss_router.phi"].shape).to(machine.device)
+        state = {name: checkpoint["model"][f"loss_router.{name}"] for name in ("phi", "scale")}
+        routers[len(encoder.blocks)].load_state_dict(state)
+    blocks = list(routers)
     if not blocks:
         raise UserError(f"{path} has no experts: there is no routing to show")
     block = (checkpoint["args"].get("loss_block") or blocks)[-1] if args.block is None else args.block
@@ -97,13 +103,13 @@ def measure(path: str, args: argparse.Namespace, machine: common.Machine) -> tup
         raise UserError(f"--block {block} has no experts: the MoE blocks are {' '.join(map(str, blocks))}")
     head, teacher = distillation(checkpoint, encoder, path, machine)
 
-    images = data.open_images(args.data, "val", encoder.config["image_size"])
+    images = data.open_images(args.data, "val", encoder.config["image_size"], labels=False)
     views = data.CenterViews(images, encoder.config["image_size"])
     chosen = rng.permutation(len(images))[:args.images].tolist()
     tokens = len(chosen) * (1 + encoder.grid ** 2)
     drawn = torch.from_numpy(rng.random((len(chosen), 1 + encoder.grid ** 2)) < TOKENS / tokens)      # [M, T]
     inputs, routings, losses, pixels = {i: [] for i in blocks}, [], [], []
-    for i in blocks:
+    for i in encoder.moe_blocks:
         encoder.blocks[i].register_forward_pre_hook(lambda _, x, i=i: inputs[i].append(x[0]))
     order = torch.tensor(chosen).split(args.batch_size)
     for batch, sample in zip(data.load(views, [rows.tolist() for rows in order], machine),
@@ -111,6 +117,9 @@ def measure(path: str, args: argparse.Namespace, machine: common.Machine) -> tup
         pixels.append(batch["image"] / 255)
         with machine.autocast():
             tokens, routing = encoder(data.normalize(pixels[-1]))
+        for i in blocks[len(encoder.moe_blocks):]:
+            inputs[i].append(tokens)
+            routing[i] = routers[i].route(tokens)
         routings.append({i: [weights.float().cpu() for weights in routing[i]] for i in blocks})
         for i in blocks:
             inputs[i][-1] = inputs[i][-1].cpu().float()[sample]
@@ -119,7 +128,7 @@ def measure(path: str, args: argparse.Namespace, machine: common.Machine) -> tup
     dispatch, combine = ({i: torch.cat([routing[i][k] for routing in routings]) for i in blocks} for k in (0, 1))
 
     rows = [{"block": i, "silhouette": silhouette(torch.cat(inputs[i]), dispatch[i][drawn].argmax(1)),
-             "scale": encoder.blocks[i].mlp.scale.item(), "entropy": dispatch_entropy(dispatch[i]).tolist(),
+             "scale": routers[i].scale.item(), "entropy": dispatch_entropy(dispatch[i]).tolist(),
              "dispatch_cv": variation(dispatch[i][:, 1:]).tolist(),
              "cls_share": dispatch[i][:, 0].mean(0).tolist(), "usage": combine[i].mean((0, 1)).tolist()}
             for i in blocks]

@@ -1,5 +1,6 @@
-"""Frozen teachers, whose tokens are the targets: CLIP from open_clip, or any checkpoint that this code loads."""
+"""Frozen teachers, whose tokens are the targets: open_clip's, timm's, or any checkpoint that this code loads."""
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -29,11 +30,24 @@ class Teacher(nn.Module):
         return self.tokens((images.clamp(0, 1).to(self.mean.dtype) - self.mean) / self.std)
 
 
+@contextlib.contextmanager
+def loading(name: str, hint: str = ""):
+    """Gives "random" teachers always the same weights, and turns what a library raises into one line."""
+    logging.disable(logging.ERROR)      # libraries and hubs log what they also raise
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            yield
+    except Exception as error:
+        raise LoadError(f"teacher {name}: {first_line(error)}{hint}") from error
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 class ClipTeacher(Teacher):
     """CLIP's ViT from open_clip: tokens after its last block, before `ln_post` and the projection.
 
-    `pretrained` is an open_clip tag, a file or "random" (always the same weights, for tests and benchmarks).
-    `grid` is the student's number of patches along a side.
+    `pretrained` is an open_clip tag, a file or "random". `grid` is the student's number of patches along a side.
     """
 
     def __init__(self, name: str, pretrained: str, grid: int):
@@ -44,18 +58,10 @@ class ClipTeacher(Teacher):
         if name not in open_clip.list_models():
             raise LoadError(f"teacher {name}/{pretrained}: no such file, and open_clip has no model {name}")
         patch_size = open_clip.get_model_config(name)["vision_cfg"].get("patch_size") or 1
-        logging.disable(logging.ERROR)      # open_clip and the hub log what they also raise
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                visual = open_clip.create_model(name, None if pretrained == "random" else pretrained,
-                                                force_image_size=grid * patch_size,
-                                                force_quick_gelu=quick_gelu).visual
-        except Exception as error:          # the model, the tag, the file, the network: open_clip says which
-            hint = f"; these weights as a file are {name}-quickgelu/FILE" if quick_gelu else ""
-            raise LoadError(f"teacher {name}/{pretrained}: {first_line(error)}{hint}") from error
-        finally:
-            logging.disable(logging.NOTSET)
+        hint = f"; these weights as a file are {name}-quickgelu/FILE" if quick_gelu else ""
+        with loading(f"{name}/{pretrained}", hint):
+            visual = open_clip.create_model(name, None if pretrained == "random" else pretrained,
+                                            force_image_size=grid * patch_size, force_quick_gelu=quick_gelu).visual
         if not isinstance(visual, open_clip.transformer.VisionTransformer):
             raise LoadError(f"teacher {name}: it is not a vision transformer with a [CLS] token")
         mean, std = visual.preprocess_cfg["mean"], visual.preprocess_cfg["std"]
@@ -66,6 +72,32 @@ class ClipTeacher(Teacher):
         last = self.visual.forward_intermediates(images, indices=1, intermediates_only=True,
                                                  output_fmt="NLC", output_extra_tokens=True)
         return torch.cat([last["image_intermediates_prefix"][0], last["image_intermediates"][0]], dim=1)
+
+
+class TimmTeacher(Teacher):
+    """A ViT of timm: the tokens of its own `forward_features`, without registers. Where it has no [CLS], what its
+    head pools comes first. `name` is timm's, or NAME/random.
+    """
+
+    def __init__(self, name: str, grid: int):
+        import timm
+        model, _, weights = name.partition("/")
+        with loading(f"timm/{name}"):
+            vit = timm.create_model(model, pretrained=weights != "random", num_classes=0)
+            if not (hasattr(vit, "set_input_size") and hasattr(vit, "num_prefix_tokens")):
+                raise ValueError("it has no patch tokens on a grid")
+            size = grid * vit.patch_embed.patch_size[0]
+            vit.set_input_size(img_size=(size, size))
+        config = timm.data.resolve_model_data_config(vit)
+        super().__init__(size, vit.num_features, config["mean"], config["std"])
+        self.vit = vit
+
+    def tokens(self, images: Tensor) -> Tensor:
+        tokens = self.vit.forward_features(images)
+        patches, cls = tokens[:, self.vit.num_prefix_tokens:], tokens[:, :1]
+        if getattr(self.vit, "cls_token", None) is None:
+            cls = self.vit.forward_head(tokens, pre_logits=True)[:, None]
+        return torch.cat([cls, patches], dim=1)
 
 
 class EncoderTeacher(Teacher):
@@ -81,9 +113,11 @@ class EncoderTeacher(Teacher):
 
 
 def build_teacher(name: str, grid: int) -> Teacher:
-    """`name`: a checkpoint file or open_clip's MODEL/PRETRAINED, split at the first "/". Raises LoadError."""
+    """`name`: a checkpoint file, timm/NAME or open_clip's MODEL/PRETRAINED, split at the first "/". LoadError"""
     if Path(name).is_file():
         teacher = EncoderTeacher(name, grid)
+    elif name.startswith("timm/"):
+        teacher = TimmTeacher(name.removeprefix("timm/"), grid)
     elif "/" in name:
         teacher = ClipTeacher(*name.split("/", 1), grid)
     else:

@@ -862,23 +862,46 @@ def test_a_teacher_of_another_patch_size_has_the_students_grid(small_clips, name
     assert torch.allclose(teacher(images), again(resized), atol=1e-5)      # and are the same every time
 
 
-@pytest.mark.parametrize("kind", ("clip", "no experts", "experts", "timm"))
+@pytest.mark.parametrize("kind", ("clip", "no experts", "experts", "timm's names", "timm"))
 def test_every_kind_of_teacher_works_in_every_precision(small_clips, tmp_path, kind):
     import timm
-    name = "small-16/random" if kind == "clip" else str(tmp_path / "teacher.pt")
-    if kind == "timm":
+    name = {"clip": "small-16/random", "timm": "timm/vit_tiny_patch16_224/random"}.get(kind, str(tmp_path / "x.pt"))
+    if kind == "timm's names":
         torch.save(timm.create_model("vit_tiny_patch16_224", num_classes=0, depth=2).state_dict(), name)
-    elif kind != "clip":
+    elif "experts" in kind:
         write_checkpoint(name, experts=3 if kind == "experts" else 0)
     images = torch.rand(2, 3, 32, 32)
     exact = build_teacher(name, grid=4)(images)
-    if kind in ("experts", "no experts"):
+    if "experts" in kind:
         assert torch.equal(exact, checkpoint.load_encoder(name).eval()(data.normalize(images))[0])
     assert build_teacher(name, grid=6)(images).shape == (2, 37, exact.shape[2])
-    for precision, error in ((torch.bfloat16, 0.02), (torch.float16, 0.003)):
+    for precision, error in ((torch.bfloat16, 0.03), (torch.float16, 0.003)):
         features = build_teacher(name, grid=4).to(dtype=precision)(images)
         assert features.dtype == precision
         assert ((features.float() - exact).norm() / exact.norm()).item() < error
+
+
+@pytest.mark.parametrize("name, prefix, has_cls", (
+    ("vit_small_patch14_dinov2", 1, True), ("vit_small_patch14_reg4_dinov2", 5, True),
+    ("vit_small_patch16_dinov3", 5, True), ("vit_base_patch16_siglip_224", 0, False),
+    ("eva02_tiny_patch14_224", 1, True), ("vit_base_patch16_224.mae", 1, True),
+    ("vit_base_patch16_clip_224", 1, True), ("vit_medium_patch16_reg4_gap_256", 4, False)))
+def test_timms_teachers_are_its_own_forward_without_registers(name, prefix, has_cls):
+    import timm
+    if name.partition(".")[0] not in timm.list_models():
+        pytest.skip("this timm does not have it")
+    torch.manual_seed(0)
+    theirs = timm.create_model(name, num_classes=0).eval()
+    patch = theirs.patch_embed.patch_size[0]
+    theirs.set_input_size(img_size=(4 * patch, 4 * patch))
+    teacher, images = build_teacher(f"timm/{name}/random", grid=4), torch.rand(2, 3, 4 * patch, 4 * patch)
+    config = timm.data.resolve_model_data_config(theirs)
+    with torch.no_grad():
+        tokens = theirs.forward_features(TF.normalize(images, config["mean"], config["std"]))
+        cls = tokens[:, 0] if has_cls else theirs.forward_head(tokens, pre_logits=True)
+    assert teacher(images).shape == (2, 17, teacher.dim)
+    assert torch.allclose(teacher(images)[:, 1:], tokens[:, prefix:], atol=1e-5)
+    assert torch.allclose(teacher(images)[:, 0], cls, atol=1e-5)
 
 
 def test_a_clip_teacher_that_cannot_be_downloaded_is_named(capsys, stage, monkeypatch):
@@ -1257,7 +1280,7 @@ class Plain:
 
     def equals(self, state, log):
         for first, line in zip([0, *(line["step"] for line in log)], log):
-            assert line["grad_norm"] == pytest.approx(np.mean(self.logged[first:line["step"]]), rel=1e-4)
+            assert line["grad_norm"] == pytest.approx(np.mean(self.logged[first:line["step"]]), rel=1e-3)
         assert self.trained.state_dict().keys() == state["model"].keys()
         for name, value in self.trained.state_dict(keep_vars=True).items():
             wrong = (value - state["model"][name]).abs() > self.args.lr / 100 + 1e-4 * value.abs()
@@ -1275,12 +1298,14 @@ def plain_pretraining(args, world=1):
     common.seed_everything(args.seed)
     encoder = model.build_vit(args.model, image_size=args.image_size, patch_size=args.patch_size,
                               experts=experts, moe_blocks=args.moe_blocks, drop_path=args.drop_path)
-    student = model.Explore(encoder, teacher.dim, args.mask_ratio, args.encoding == "dense", "pixel" in objectives)
+    student = model.Explore(encoder, teacher.dim, args.mask_ratio, args.encoding == "dense", "pixel" in objectives,
+                            args.loss_router)
     plain = Plain(args, student, images, views, betas=args.betas, world=world)
     weights = torch.tensor([dict(token=1.0, cls=args.cls_weight, pixel=args.pixel_weight)[n] for n in objectives])
-    lambdas = args.entropy_weight if len(args.entropy_weight or [5.0]) > 1 else (args.entropy_weight or [5.0]) * experts
-    lambdas = [x * (e in (args.entropy_experts or range(experts))) for e, x in enumerate(lambdas)]
-    blocks = args.loss_block or encoder.moe_blocks[-1:]
+    lambdas, loss_experts = args.entropy_weight or [5.0], 2 if args.loss_router else experts
+    lambdas = lambdas if len(lambdas) > 1 else lambdas * loss_experts
+    lambdas = [x * (e in (args.entropy_experts or range(loss_experts))) for e, x in enumerate(lambdas)]
+    blocks = [len(encoder.blocks)] if args.loss_router else args.loss_block or encoder.moe_blocks[-1:]
     if args.balance == "gradnorm":
         weights, first, seen, shared = torch.ones(len(objectives)), None, [], list(encoder.norm.parameters())
     at = 0
@@ -1318,7 +1343,8 @@ ODD = ("--max-steps 3 --epochs 3 --warmup-epochs 0.5 --lr 0.01 --min-lr 0.002 --
     "--importance-weight 2 --entropy-experts 0 2 --loss-weights combine",
     "--objective token_pixel --detach --loss-block 1 3 --entropy-on combine --balance rlw",
     "--encoding dense --objective token_pixel --balance gradnorm --gradnorm-alpha 0.5 --gradnorm-lr 0.3",
-    "--experts 0 --objective token --drop-path 0.1 --clip-grad 0",
+    "--experts 0 --objective token --drop-path 0.1 --clip-grad 0", "--loss-router --entropy-weight 0.1",
+    "--loss-router --experts 0 --encoding dense --objective token_pixel --entropy-weight 0.2 0.1 --balance gradnorm",
     "--loss-weights uniform --balance gradnorm --gradnorm-alpha 0 --gradnorm-lr 0.1 --image-size 48"))
 def test_pretraining_equals_a_plain_loop(stage, monkeypatch, flags):
     monkeypatch.setattr(model.PixelDecoder.__init__, "__defaults__", (64, 1, 2))
@@ -1409,7 +1435,7 @@ def plain_segmentation(segmenter, val, crop, classes):
 
 
 def test_segmentation_equals_a_plain_loop(stage):
-    argv = stage("segment", *("--max-steps 3 --iterations 6 --warmup-iterations 2 --lr 0.01 --min-lr 0.001 --seed 7 "
+    argv = stage("segment", *("--max-steps 3 --iterations 6 --warmup-iterations 2 --lr 0.003 --min-lr 0.0003 --seed 7 "
                               "--weight-decay 0.5 --clip-grad 0.5 --batch-size 8 --micro-batch 4 --save-every 1 "
                               "--drop-path 0.4 --layer-decay 0.6 --recipe fr exd --expert-dropout 0.3").split())
     _, state, log = play("segment", argv)
@@ -1837,6 +1863,10 @@ def test_compiled_training_follows_the_plain_curve(stage, monkeypatch, flags, ba
     ("--entropy-weight 1 2 3", "--entropy-weight has 3 values: give one, or one for each of the 2"),
     ("--entropy-experts 2", "--entropy-experts 2: experts are 0 to 1"),
     ("--detach --loss-weights uniform", "--detach has nothing to detach"),
+    ("--loss-router --loss-block 3", "--loss-router takes the place of --loss-block"),
+    ("--loss-router --loss-weights uniform", "has nothing to weight with --loss-weights uniform"),
+    ("--loss-router --experts 3 --entropy-weight 1 2 3", "one for each of the 2 experts"),
+    ("--loss-router --experts 0 --moe-blocks 1", "--moe-blocks needs experts"),
     ("--experts 1 --objective token_pixel --encoding dense", "--experts 1: with --encoding dense"),
     ("--balance gradnorm --objective token", "--balance gradnorm has nothing to balance"),
     ("--mask-ratio 0.01", "--mask-ratio 0.01 masks 0 of 16 patches"),
@@ -1844,6 +1874,8 @@ def test_compiled_training_follows_the_plain_curve(stage, monkeypatch, flags, ba
     ("--teacher ViT-B-16", "teacher ViT-B-16: neither a file nor an open_clip MODEL/PRETRAINED"),
     ("--teacher ViT-Z-99/openai", "teacher ViT-Z-99/openai: "),
     ("--teacher RN50/random", "RN50: it is not a vision transformer"),
+    ("--teacher timm/resnet18/random", "teacher timm/resnet18/random: it has no patch tokens on a grid"),
+    ("--teacher timm/vit_tiny_patch16_224", "teacher timm/vit_tiny_patch16_224: "),
     ("--teacher README.md", "README.md: not a PyTorch file of plain tensors"),
     ("--data README.md", "--data README.md: "), ("--data nowhere", "--data nowhere: ")))
 def test_bad_flags_are_refused_by_name(capsys, stage, tmp_path, monkeypatch, flags, expected):
@@ -2203,7 +2235,7 @@ def test_routing_json_equals_numpy_on_the_same_weights(tmp_path):
     views = torch.stack([data.center_view(images[i][0], 32) for i in chosen])
     x, _ = encoder.embed(normalized(views / 255)), encoder.eval()
     for i, block in enumerate(encoder.blocks):
-        entered, y = x, x + block.ls1(block.attn(block.norm1(x)))
+        entered = x
         x, routed = block(x)
         if routed is None:
             continue
