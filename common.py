@@ -77,8 +77,8 @@ def make_parser(doc: str, batch_size: int, batches: str = "images per step, over
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument_group("input, output, machine").add_argument
     add("--data", default=os.environ.get("IMAGENET", "data/imagenet"), metavar="FOLDER",
-        help="with {train,val}/CLASS/*.jpg; or cifar10, food101 (downloaded to data/), shapes (drawn on the fly) "
-             "(default: $IMAGENET, else data/imagenet)")
+        help="with {train,val}/CLASS/*.jpg; or cifar10, food101 (downloaded to data/), shapes, shapes-noise (drawn "
+             "on the fly) (default: $IMAGENET, else data/imagenet)")
     add("--out", metavar="FOLDER", help=f"for the results (default: {out})")
     add("--batch-size", type=int, default=batch_size, metavar="N", help=f"{batches} (default: %(default)s)")
     add("--workers", type=int, metavar="N",

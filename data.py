@@ -114,8 +114,8 @@ def rgb(image: Image.Image) -> Tensor:
 
 def open_images(data: str, split: str, image_size: int, labels: bool = True):
     """What `--data` names: a Folder, Photos, a set of torchvision or Shapes, of "train" or "val"."""
-    if data == "shapes":
-        return Shapes(split, image_size)
+    if data in ("shapes", "shapes-noise"):
+        return Shapes(split, image_size, noise=data == "shapes-noise")
     if data in ("cifar10", "food101"):
         return torchvision_set(data, split)
     path = Path(data, split) if Path(data, split).is_dir() else Path(data)

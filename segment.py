@@ -24,7 +24,6 @@ import data
 from checkpoint import digest, load_checkpoint, load_encoder
 from common import FileError, UserError
 from model import IMAGENET_MEAN, ViT
-from shapes import Shapes
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -277,11 +276,12 @@ def main(args: argparse.Namespace) -> dict[str, float]:
     if crop % patch_size:
         raise UserError(f"--crop-size {crop} is not a multiple of the patch size {patch_size}")
     recipe, expert_dropout = common.choose_recipe(args, has_experts=bool(checkpoint["encoder"]["moe_blocks"]))
-    if args.data == "shapes":
-        scenes, val = (Shapes(split, crop) for split in ("train", "val"))
+    drawn = args.data in ("shapes", "shapes-noise")
+    if drawn:
+        scenes, val = (data.open_images(args.data, split, crop) for split in ("train", "val"))
     else:
         scenes, val = (Scenes(args.data, split) for split in ("training", "validation"))
-    classes = args.classes or (11 if args.data == "shapes" else 150)
+    classes = args.classes or (11 if drawn else 150)
     views, val_views = SceneViews(scenes, crop, classes, args.seed), SceneViews(val, crop, classes)
     plan = common.make_plan(args, machine.world, len(scenes))
     if plan.micro_batch == 1:

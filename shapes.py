@@ -9,12 +9,14 @@ class Shapes:
     """A set drawn on the fly: a textured blob on a smooth background; ten classes, five hues by two textures.
 
     Each image is a function of (split, index). Index it for (uint8 [3, size, size], label). `mask(index)` is
-    the object's bool [size, size], `annotation(index)` uint8: 1 for background, 2 to 11 for its class.
+    the object's bool [size, size], `annotation(index)` uint8: 1 for background, 2 to 11 for its class. With
+    `noise`, one half of the background, in any direction, is noise at full contrast that nothing predicts.
     """
     hues = {"red": 0.0, "yellow": 0.15, "green": 0.35, "blue": 0.6, "purple": 0.8}
     classes = [f"{texture} {hue}" for hue in hues for texture in ("striped", "spotted")]
 
-    def __init__(self, split: str, size: int):
+    def __init__(self, split: str, size: int, noise: bool = False):
+        self.noise = noise
         self.stream, self.length = {"train": (0, 4096), "val": (1, 1024)}[split]
         axis = np.linspace(-1, 1, size, dtype=np.float32)
         self.y, self.x = axis[:, None], axis[None, :]
@@ -57,6 +59,9 @@ class Shapes:
         light = rng.uniform(0.8, 1.0) * (color if texture == 0 else 1)
         dark = color * (rng.uniform(0.3, 0.5) if texture == 0 else rng.uniform(0.5, 0.9))
         pattern = np.cos(u) > 0 if texture == 0 else np.cos(u) + np.cos(v) > 0.7
+        if self.noise:
+            side = rng.uniform(0, 2 * np.pi)
+            image = np.where(np.cos(side) * x + np.sin(side) * y > 0, rng.random(image.shape), image)
         image = np.where(mask, np.where(pattern, light, dark), image)
         return (image.clip(0, 1) * 255).astype(np.uint8), mask
 
