@@ -44,7 +44,8 @@ class GradNorm(FixedWeights):
     |G_k - mean(G) r_k ** alpha|, the target held fixed; then the weights are renormalized to sum to K.
     """
 
-    def __init__(self, weights: Tensor, shared: nn.Module, alpha: float, lr: float, scaler: torch.amp.GradScaler):
+    def __init__(self, weights: Tensor, shared: nn.Module, alpha: float, lr: float,
+                 scaler: torch.amp.GradScaler):
         super().__init__(torch.ones_like(weights))
         self.register_buffer("first", torch.zeros_like(weights))            # 0: not known yet
         self.shared, self.alpha, self.lr, self.scaler = [*shared.parameters()], alpha, lr, scaler

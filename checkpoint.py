@@ -26,7 +26,7 @@ def load_checkpoint(path: str | Path) -> dict:
     "encoder" (the arguments of `ViT`), "args" and, where it is ours, what else was saved; and its "path".
 
     ViT weights with timm's names and the authors' release are converted. Raises LoadError for anything else,
-    and for a file that holds more than tensors, numbers, strings and argparse's Namespace: its code never runs.
+    and for a file with more than tensors, numbers, strings and argparse's Namespace: its code never runs.
     """
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):      # which DeiT's and MAE's files have
@@ -36,7 +36,8 @@ def load_checkpoint(path: str | Path) -> dict:
     except FileNotFoundError:
         raise LoadError(f"{path}: no such file") from None
     except Exception as error:      # not of PyTorch, cut off, with code inside, not readable: a dozen kinds
-        why = error.strerror if isinstance(error, OSError) else "not a PyTorch file of plain tensors, or damaged"
+        why = "not a PyTorch file of plain tensors, or damaged"
+        why = error.strerror if isinstance(error, OSError) else why
         raise LoadError(f"{path}: {why}") from error
     try:
         if not {"model", "encoder", "args"} <= file.keys():

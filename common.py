@@ -25,10 +25,10 @@ from tqdm import tqdm
 
 from checkpoint import LoadError, first_line, load_checkpoint
 
-# Flags that say where, how fast or how long a run works, not what it computes, may change when it resumes. So
-# may the precision, which can save a run whose numbers went wrong.
-FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "recompute", "amp", "save_every",
-              "save_minutes", "max_steps"}
+# Flags that may change when a run resumes: they say where, how fast or how long it works, not what it
+# computes. --amp can save a run whose numbers went wrong; of data and CHECKPOINT, the contents must stay.
+FREE_FLAGS = {"data", "checkpoint", "out", "workers", "micro_batch", "compile", "recompute", "amp",
+              "save_every", "save_minutes", "max_steps"}
 # The numbers that a flag takes; of the others, whole numbers start at 1 and fractions at 0
 RANGES = dict(seed="[0, 4294967296)", workers="[0, inf)", experts="[0, inf)", moe_blocks="[0, inf)",
               block="[0, inf)", loss_block="[0, inf)", entropy_experts="[0, inf)", mask_ratio="(0, 1)",
@@ -72,13 +72,13 @@ def run(main, args: argparse.Namespace):
 # ------------------------------------------------------------------------------------------------- flags
 
 def make_parser(doc: str, batch_size: int, batches: str = "images per step, over all processes",
-                out: str = "runs/NAME, made of the flags that matter", seed: bool = True, compiles: bool = True):
+                out: str = "runs/NAME, made of the flags that matter", seed=True, compiles=True):
     """A parser with the flags of every stage."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument_group("input, output, machine").add_argument
     add("--data", default=os.environ.get("IMAGENET", "data/imagenet"), metavar="FOLDER",
-        help="with {train,val}/CLASS/*.jpg; or cifar10, food101 (downloaded to data/), shapes, shapes-noise (drawn "
-             "on the fly) (default: $IMAGENET, else data/imagenet)")
+        help="with {train,val}/CLASS/*.jpg; or cifar10, food101 (downloaded to data/), shapes, shapes-noise "
+             "(drawn on the fly) (default: $IMAGENET, else data/imagenet)")
     add("--out", metavar="FOLDER", help=f"for the results (default: {out})")
     add("--batch-size", type=int, default=batch_size, metavar="N", help=f"{batches} (default: %(default)s)")
     add("--workers", type=int, metavar="N",
@@ -99,14 +99,16 @@ def add_trainer_flags(parser: argparse.ArgumentParser, *, unit: str = "epochs", 
     parser.set_defaults(warmup_share=warmup / length)
     add = parser.add_argument_group("optimization (AdamW)").add_argument
     add(f"--{unit}", type=int, default=length, metavar="N", help="default: %(default)s")
-    add(f"--warmup-{unit}", type=float, metavar="N", help=f"linear (default: {warmup} of {length}, in proportion)")
+    add(f"--warmup-{unit}", type=float, metavar="N",
+        help=f"linear (default: {warmup} of {length}, in proportion)")
     add("--micro-batch", type=int, metavar="N",
         help="images of one forward pass of one process; gradients accumulate to --batch-size (default: the "
              "largest divisor of a process's share up to 256)")
     for name, text in dict(lr="peak learning rate, absolute", min_lr="final learning rate",
                            weight_decay="except for biases, norms, positions and tokens",
                            clip_grad="largest gradient norm, 0 for no clipping").items():
-        add(flag(name), type=float, default=defaults[name], metavar="X", help=f"{text} (default: %(default)s)")
+        add(flag(name), type=float, default=defaults[name], metavar="X",
+            help=f"{text} (default: %(default)s)")
     if drop_path is not None:
         add("--drop-path", type=float, default=drop_path, metavar="P",
             help="stochastic depth of the last block, rising from 0 (default: %(default)s)")
@@ -121,8 +123,8 @@ def add_trainer_flags(parser: argparse.ArgumentParser, *, unit: str = "epochs", 
 def add_recipe_flags(parser: argparse.ArgumentParser, layer_decay: float):
     add = parser.add_argument_group("transfer").add_argument
     add("--recipe", nargs="+", choices=("fr", "fa", "exd", "none"), metavar="R",
-        help="fr: freeze phi and scale; fa: freeze attention; exd: drop whole experts (default: all three with "
-             "experts, else none)")
+        help="fr: freeze phi and scale; fa: freeze attention; exd: drop whole experts (default: all three "
+             "with experts, else none)")
     add("--expert-dropout", type=float, metavar="P", help="probability of --recipe exd (default: 0.4)")
     add("--layer-decay", type=float, default=layer_decay, metavar="D",
         help="learning-rate factor from each block to the one below (default: %(default)s)")
@@ -137,13 +139,12 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None, stage: str) -
             if type(number) in (int, float) and not in_range(number, interval):
                 parser.error(f"{flag(name)} {number} is outside {interval}")
     if "max_steps" in args and not args.out:
-        differ = {name: value for name, value in sorted(vars(args).items())
-                  if name not in {"stage", *FREE_FLAGS} and value != parser.get_default(name)}
-        if args.data != parser.get_default("data"):
-            differ["data"] = Path(args.data).name
-        parts = [f"{name}={'+'.join(map(str, value)) if isinstance(value, list) else value}"
-                 for name, value in differ.items()]
-        args.out = "runs/" + re.sub(r"[^\w.=+-]+", "-", "_".join([stage, *parts]))
+        parts, unnamed = [stage], {"stage", *FREE_FLAGS} - {"checkpoint", "data"}
+        for name, value in sorted(vars(args).items()):
+            if name not in unnamed and value != parser.get_default(name):
+                value = Path(value).name if name == "data" else value
+                parts.append(f"{name}={'+'.join(map(str, value)) if isinstance(value, list) else value}")
+        args.out = "runs/" + re.sub(r"[^\w.=+-]+", "-", "_".join(parts))
     return args
 
 
@@ -229,9 +230,11 @@ def one_after_another():
     group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() else None
     for _ in range(turn if group else 0):
         dist.barrier(group)
-    yield
-    for _ in range(2 - turn if group else 0):
-        dist.barrier(group)
+    try:
+        yield
+    finally:      # after an error too: the others meet it themselves, and say so in words
+        for _ in range(2 - turn if group else 0):
+            dist.barrier(group)
 
 
 def seed_everything(*key: int):
@@ -438,16 +441,19 @@ class Run:
                     state["scaler"] = self.machine.scaler.state_dict()      # of another precision
                 for name, part in self.parts.items():
                     part.load_state_dict(state[name])
-                step, self.best, self.good = state["step"], state["best"], f"{last} holds step {state['step']}"
-        except (UserError, KeyError, RuntimeError, ValueError) as error:
+                step, self.best = state["step"], state["best"]
+                self.good = f"{last} holds step {step}"
+        except UserError as error:
+            step, problem = -1, error
+        except (KeyError, RuntimeError, ValueError) as error:
             message = f"cannot resume from {last} ({first_line(error)}); remove it to start over"
-            step, problem = -1, error if isinstance(error, UserError) else UserError(message)
+            step, problem = -1, UserError(message)
         highest, lowest = self.machine.largest(step, -step)
-        if problem is None and highest != -lowest:
-            problem = UserError("not all processes see the same last.pt: --out must be on a disk that all "
-                                "machines share")
         if problem:
             raise problem
+        if highest != -lowest:
+            raise UserError("not all processes see the same last.pt: --out must be on a disk that all "
+                            "machines share")
         return step
 
     def refuse_changes(self, state: dict):
@@ -460,17 +466,18 @@ class Run:
         changes += [f"{name} changed" for name, value in self.description["sources"].items()
                     if value != state["sources"].get(name)]
         if changes:
-            raise UserError(f"{self.folder} holds another run ({'; '.join(changes)}): give the same flags and "
-                            "files to resume, or another --out")
+            raise UserError(f"{self.folder} holds another run ({'; '.join(changes)}): give the same flags "
+                            "and files to resume, or another --out")
 
     def announce(self, *what: str):
         """The first lines that a run prints."""
         if is_first():
             (self.folder / "args.json").write_text(json.dumps(vars(self.args), indent=1) + "\n")
             precision = str(self.machine.amp or torch.float32).removeprefix("torch.")
-            steps = f"steps {self.first} to {self.last} of {self.plan.steps}, {self.plan.epoch_steps} an epoch"
-            place = f"{self.machine.world} x {self.machine.device.type} in {precision}"
-            print(f"{self.args.stage}: {'; '.join([*what, steps, place])}\n{self.folder}: {self.good}", flush=True)
+            plan, machine = self.plan, self.machine
+            steps = f"steps {self.first} to {self.last} of {plan.steps}, {plan.epoch_steps} an epoch"
+            what = "; ".join([*what, steps, f"{machine.world} x {machine.device.type} in {precision}"])
+            print(f"{self.args.stage}: {what}\n{self.folder}: {self.good}", flush=True)
 
     def steps(self):
         """Yields the steps to do, with a progress bar."""
@@ -514,14 +521,14 @@ class Run:
         self.log.write(self.line)
         self.skipped = self.skipped + steps if self.line["skipped"] == steps else 0
         if self.skipped >= PATIENCE:
-            raise UserError(f"step {done}: {self.skipped} updates in a row had no finite gradient; {self.good}. "
-                            "To try: resume with --amp bf16 or off, or start over with a lower --lr")
+            problem = f"step {done}: {self.skipped} updates in a row had no finite gradient; {self.good}"
+            raise UserError(f"{problem}. To try: resume with --amp bf16 or off, or restart with a lower --lr")
         if saves:
             self.save("last.pt", done, tuple(self.parts))
             self.saved_at, self.good = time.monotonic(), f"{self.folder / 'last.pt'} holds step {done}"
         if number:
             if is_first():
-                print(f"{signal.Signals(number).name}: {self.good}; the same command goes on from there", flush=True)
+                print(f"{signal.Signals(number).name}: {self.good}; the same command resumes", flush=True)
             sys.exit(130 if number == signal.SIGINT else 0)
         self.log.restart(done)
         return self.line
@@ -530,8 +537,8 @@ class Run:
         """Writes a checkpoint of `parts` whole or not at all, and never one that holds a NaN."""
         state = {part: self.parts[part].state_dict() for part in parts}
         if self.machine.largest(not finite(state))[0]:      # all processes stop, or none
-            raise UserError(f"step {step}: the model or the optimizer holds a NaN or infinity; {self.good}. To try: "
-                            "a lower --lr, a smaller --weight-decay, --clip-grad 1")
+            raise UserError(f"step {step}: the model or the optimizer holds a NaN or infinity; {self.good}. "
+                            "To try: a lower --lr, a smaller --weight-decay, --clip-grad 1")
         if is_first():
             temporary = self.folder / f"{name}.tmp"
             with open(temporary, "wb") as file:

@@ -1,8 +1,8 @@
 """Images: data sets, training and evaluation views, block masks, loaders, and what happens on the device.
 
-What is random about a training image (crop, flip, color jitter, mask) is a function of (seed, epoch, index), and
-the order of images one of (seed, epoch): the numbers of workers and processes change nothing. Workers decode,
-crop and resize, and send uint8; `augment` does the rest on the training device.
+What is random about a training image (crop, flip, color jitter, mask) is a function of (seed, epoch, index),
+and the order of images one of (seed, epoch): the numbers of workers and processes change nothing. Workers
+decode, crop and resize, and send uint8; `augment` does the rest on the training device.
 """
 
 import functools
@@ -34,20 +34,18 @@ NAMES = "the class or file names in --data"      # what of it a run remembers
 # ------------------------------------------------------------------------------------------------ images
 
 def read_image(path: str | os.PathLike) -> Tensor:
-    """An image file as RGB, uint8 [3, H, W], upright by its EXIF orientation, on white where it is transparent."""
+    """An image file as RGB, uint8 [3, H, W], upright by its EXIF orientation, on white where transparent."""
     try:
         with Image.open(path) as picture:
             picture = ImageOps.exif_transpose(picture)
-            if picture.mode.startswith("I;16"):
-                picture = Image.fromarray((np.array(picture) / 257).round().astype(np.uint8))
-            if picture.mode in ("I", "F"):
-                raise ValueError(f"mode {picture.mode} does not fit into 8 bits")
+            if picture.mode[0] in "IF":      # 16 or 32 bits; Pillow would make white of them
+                raise ValueError(f"mode {picture.mode}, expected 8 bits a channel")
             if picture.has_transparency_data:
                 picture = picture.convert("RGBA")
                 picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
             return TF.pil_to_tensor(picture.convert("RGB"))
     except Exception as error:      # a dozen kinds for broken files
-        raise FileError(f"cannot read the image {os.fspath(path)} ({type(error).__name__}: {error})") from error
+        raise FileError(f"cannot read the image {path} ({type(error).__name__}: {error})") from error
 
 
 class Folder(DatasetFolder):
@@ -60,11 +58,8 @@ class Folder(DatasetFolder):
             if not self.samples:
                 raise FileNotFoundError(f"no image in {os.path.join(root, split)}")
         except OSError as error:
-            message = (f"--data {root}: {error}; expected train/CLASS/*.jpg and val/CLASS/*.jpg, whose folders are "
-                       "the labels, or cifar10, food101, shapes (`sh demo.sh` needs no images)")
-            raise UserError(message) from error
-        # one array of bytes, not a million strings: workers would copy those as reference counts change
-        self.samples = np.array([os.fsencode(path) for path, _ in self.samples])
+            raise UserError(f"--data {root}: {error}; expected {{train,val}}/CLASS/*.jpg, with a folder for "
+                            "each label, or cifar10, food101, shapes (sh demo.sh needs no images)") from error
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
         classes, indices = super().find_classes(self.train)
@@ -73,10 +68,7 @@ class Folder(DatasetFolder):
         return classes, indices
 
     def names(self) -> list[str]:
-        return [os.fsdecode(path)[len(str(self.root)):] for path in self.samples]
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return read_image(os.fsdecode(self.samples[index])), self.targets[index]
+        return [path[len(str(self.root)):] for path, _ in self.samples]
 
 
 class Photos(Dataset):
@@ -119,10 +111,8 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True):
     if data in ("cifar10", "food101"):
         return torchvision_set(data, split)
     path = Path(data, split) if Path(data, split).is_dir() else Path(data)
-    if not labels and path.exists() and not (path.is_dir() and any(entry.is_dir() for entry in path.iterdir())):
-        if photos := Photos(path):
-            return photos
-    return Folder(data, split)
+    flat = path.is_file() or path.is_dir() and not any(entry.is_dir() for entry in path.iterdir())
+    return Photos(path) if flat and not labels and len(Photos(path)) else Folder(data, split)
 
 
 def digest(*sets) -> str:
@@ -150,8 +140,6 @@ def random_crop(rng: np.random.Generator, height: int, width: int, scale, ratio=
 
 def center_view(image: Tensor, size: int) -> Tensor:
     """The evaluation view, uint8 [3, size, size]: shorter side to 256/224 of `size`, then the center."""
-    longest = 4 * min(image.shape[-2:])      # of a longer side, do not resize what will not be seen
-    image = TF.center_crop(image, [min(side, longest) for side in image.shape[-2:]])
     image = TF.resize(image, round(size * 256 / 224), interpolation=BICUBIC, antialias=True)
     return TF.center_crop(image, [size, size])
 
@@ -241,8 +229,8 @@ def eval_order(images: int, batch_size: int, rank: int = 0, world: int = 1) -> l
 
 def load(views: Dataset, order, machine: Machine):
     """Yields `order`'s batches of `views` on the machine's device."""
-    loader = DataLoader(views, batch_sampler=order, num_workers=machine.workers, worker_init_fn=ignore_signals,
-                        pin_memory=machine.device.type == "cuda",
+    loader = DataLoader(views, batch_sampler=order, num_workers=machine.workers,
+                        worker_init_fn=ignore_signals, pin_memory=machine.device.type == "cuda",
                         generator=torch.Generator())      # not the global one, which belongs to the step
     for batch in loader:
         yield {name: value.to(machine.device, non_blocking=True) for name, value in batch.items()}
@@ -255,10 +243,10 @@ def ignore_signals(worker: int):
 
 
 def train_batches(views: Dataset, images: int, run: Run):
-    """The micro-batches of a run's steps. --repeat-batch: those of its first step again and again."""
+    """The micro-batches of a run's steps. --repeat-batch: those of step 0 again and again."""
     args, machine, plan = run.args, run.machine, run.plan
-    order = train_order(images, args.batch_size, plan.micro_batch, args.seed, run.first, run.last,
-                        machine.rank, machine.world)
+    order = train_order(images, args.batch_size, plan.micro_batch, args.seed,
+                        0 if args.repeat_batch else run.first, run.last, machine.rank, machine.world)
     if args.repeat_batch:
         return itertools.cycle(list(load(views, itertools.islice(order, plan.micro_steps), machine)))
     return run.log.waiting(load(views, order, machine))

@@ -48,8 +48,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def add_supervised_flags(parser: argparse.ArgumentParser):
     add = parser.add_argument_group("supervision").add_argument
     add("--augment", choices=("strong", "plain"), default="strong",
-        help="strong: crops of scale 0.08 to 1, timm's RandAugment, mixup 0.8 or cutmix 1.0, label smoothing 0.1, in "
-             "finetuning also random erasing 0.25; plain: as in pretraining (default: %(default)s)")
+        help="strong: crops of scale 0.08 to 1, timm's RandAugment, mixup 0.8 or cutmix 1.0, label smoothing "
+             "0.1, in finetuning also random erasing 0.25; plain: as in pretraining (default: %(default)s)")
 
 
 # ------------------------------------------------------------------------------------------ augmentation
@@ -58,7 +58,7 @@ def rand_augment(size: int):
     """The release's RandAugment, timm's own: two operations on a PIL image of `size`, each applied with
     probability 0.5 and a magnitude of its own around 9. It draws from `random` and `numpy.random`.
     """
-    from timm.data.auto_augment import rand_augment_transform      # only supervised training needs it
+    from timm.data.auto_augment import rand_augment_transform  # only supervised training needs it
     mean = tuple(round(255 * value) for value in IMAGENET_MEAN)
     return rand_augment_transform("rand-m9-mstd0.5-inc1", dict(
         translate_const=int(0.45 * size), img_mean=mean, interpolation=Image.BICUBIC,
@@ -137,16 +137,15 @@ def accuracy(forward, batches, machine: common.Machine) -> dict[str, float]:
 
 
 def fit(args: argparse.Namespace, machine: common.Machine, encoder: ViT, model: nn.Module, images, val,
-        sources: dict[str, str], frozen: nn.Module | None = None, lr_scale=lambda name: 1.0,
+        sources: dict[str, str], features=lambda pixels: pixels, lr_scale=lambda name: 1.0,
         erase: bool = False) -> dict[str, float]:
     """The supervised loop of finetune.py and linprobe.py -> scores of the best epoch on `val`, in percent.
 
-    `model` is what learns. `frozen`, an encoder, comes before it, without gradient and outside DDP. `sources`
+    `model` is what learns, from `features` of the pixels: a probe's frozen encoder, outside DDP. `sources`
     are digests of files (see common.Run). `erase` adds random erasing to strong augmentation.
     """
     plan, image_size = common.make_plan(args, machine.world, len(images)), encoder.config["image_size"]
     sources = sources | {data.NAMES: data.digest(images, val)}
-    frozen = frozen or nn.Identity()
 
     def evaluate() -> dict[str, float]:
         machine.share_buffers(model)
@@ -154,20 +153,21 @@ def fit(args: argparse.Namespace, machine: common.Machine, encoder: ViT, model: 
                      disable=machine.rank > 0)
         model.eval()
         batches = data.load(data.CenterViews(val, image_size), order, machine)
-        scores = accuracy(lambda images: model(frozen(images)), batches, machine)
+        scores = accuracy(lambda pixels: model(features(pixels)), batches, machine)
         model.train()
         return scores
 
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
     run = common.Run(args, machine, plan, encoder.config, sources, model=model, optimizer=optimizer)
-    run.announce(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters",
+    run.announce(args.checkpoint or "from scratch",
+                 f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters",
                  f"{len(images)} images of {len(images.classes)} classes")
     if machine.compile:
         model.compile()
-        frozen.compile()
     parallel = machine.parallel(model).train()
     strong, classes = args.augment == "strong", len(images.classes)
-    mix = v2.RandomChoice([v2.MixUp(alpha=0.8, num_classes=classes), v2.CutMix(alpha=1.0, num_classes=classes)])
+    mix = v2.RandomChoice([v2.MixUp(alpha=0.8, num_classes=classes),
+                           v2.CutMix(alpha=1.0, num_classes=classes)])
     views = (StrongViews(images, image_size, args.seed, erase) if strong
              else data.TrainViews(images, image_size, args.seed))
     batches = data.train_batches(views, len(images), run)
@@ -183,7 +183,7 @@ def fit(args: argparse.Namespace, machine: common.Machine, encoder: ViT, model: 
                 pixels, target = mix(pixels, target)                # [B, C], sums to 1
             with machine.accumulating(parallel, last=micro_step == plan.micro_steps):
                 with machine.autocast():
-                    logits = parallel(frozen(pixels))
+                    logits = parallel(features(pixels))
                 loss = F.cross_entropy(logits.float(), target, label_smoothing=0.1 if strong else 0.0)
                 machine.scaler.scale(loss / plan.micro_steps).backward()
             run.log.add({"loss": loss.detach()})
@@ -210,9 +210,10 @@ def main(args: argparse.Namespace) -> dict[str, float]:
     dropouts = dict(drop_path=args.drop_path, expert_dropout=expert_dropout)
     if checkpoint:
         encoder = load_encoder(checkpoint, grid=image_size // patch_size, **dropouts)
-        sources = {f"the weights in {args.checkpoint}": digest(encoder)}
+        sources = {"the weights in CHECKPOINT": digest(encoder)}
     else:
-        encoder = build_vit(args.model or "vit_base", image_size=image_size, patch_size=patch_size, **dropouts)
+        model = args.model or "vit_base"
+        encoder = build_vit(model, image_size=image_size, patch_size=patch_size, **dropouts)
     common.freeze(encoder, recipe)
     classifier = Classifier(encoder, len(images.classes), args.pool).to(machine.device)
     return fit(args, machine, encoder, classifier, images, val, sources, erase=True,

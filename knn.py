@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 import common
 import data
-from common import UserError
 from checkpoint import load_encoder
+from common import UserError
 from model import ViT
 
 
@@ -32,7 +32,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 @torch.no_grad()
-def extract(encoder: ViT, images, batch_size: int, machine: common.Machine, what: str) -> tuple[Tensor, Tensor]:
+def extract(encoder: ViT, images, batch_size: int, machine: common.Machine, what: str):
     """[CLS] after the final norm, of unit length -> (features [M, D], labels [M]) of all, in every process.
 
     Processes share the batches; the order of the rows does not depend on how many there are.
@@ -75,7 +75,8 @@ def main(args: argparse.Namespace) -> list[float]:
         rows = json.loads(file.read_text()) if file.exists() else []
     for path in args.checkpoints:
         encoder = load_encoder(path).to(machine.device).eval()
-        bank, val = (data.open_images(args.data, split, encoder.config["image_size"]) for split in ("train", "val"))
+        size = encoder.config["image_size"]
+        bank, val = (data.open_images(args.data, split, size) for split in ("train", "val"))
         if args.k > len(bank):
             raise UserError(f"-k {args.k}: there are only {len(bank)} training images in {args.data}")
         if machine.compile:
@@ -83,7 +84,8 @@ def main(args: argparse.Namespace) -> list[float]:
         bank_features, bank_labels = extract(encoder, bank, args.batch_size, machine, "bank")
         features, labels = extract(encoder, val, args.batch_size, machine, "val")
         mine = slice(machine.rank, None, machine.world)
-        predicted = classify(features[mine], bank_features, bank_labels, len(bank.classes), args.k, args.temperature)
+        predicted = classify(features[mine], bank_features, bank_labels, len(bank.classes), args.k,
+                             args.temperature)
         results[path] = 100 * machine.sum((predicted == labels[mine]).sum()).item() / len(labels)
         if common.is_first():
             print(f"{results[path]:6.2f}%  {path}", flush=True)

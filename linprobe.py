@@ -11,31 +11,20 @@ from torch import Tensor, nn
 
 import common
 import data
-import finetune      # a probe is finetuning with everything but the head frozen: the loop is the same
+import finetune  # a probe is finetuning with everything but the head frozen: the loop is the same
 from checkpoint import digest, load_encoder
-from model import ViT, init_weights
+from model import init_weights
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = common.make_parser(__doc__, batch_size=2048)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="of ExPLoRe, the authors' release or timm")
-    parser.add_argument("--probe", choices=("linear", "ep"), default="linear",
-                        help="on [CLS]; ep: Efficient Probing, 32 queries on the patch tokens (default: %(default)s)")
-    common.add_trainer_flags(parser, length=100, warmup=10, lr=2e-3, min_lr=0.0, weight_decay=0.0, clip_grad=0.0)
+    parser.add_argument("--probe", choices=("linear", "ep"), default="linear", help="linear: on [CLS]; ep: "
+                        "Efficient Probing, 32 queries on the patch tokens (default: %(default)s)")
+    common.add_trainer_flags(parser, length=100, warmup=10, lr=2e-3, min_lr=0.0, weight_decay=0.0,
+                             clip_grad=0.0)
     finetune.add_supervised_flags(parser)
     return common.parse(parser, argv, "linprobe")
-
-
-class FrozenTokens(nn.Module):
-    """The encoder in eval mode, without gradient. images [B, 3, S, S] -> tokens [B, 1 + N, D]"""
-
-    def __init__(self, encoder: ViT):
-        super().__init__()
-        self.encoder = encoder.eval().requires_grad_(False)
-
-    @torch.no_grad()
-    def forward(self, images: Tensor) -> Tensor:
-        return self.encoder(images)[0]
 
 
 class LinearProbe(nn.Module):
@@ -76,16 +65,19 @@ class EfficientProbe(nn.Module):
 
 def main(args: argparse.Namespace) -> dict[str, float]:
     """-> top-1 and top-5 accuracy of the best epoch on val/, in percent"""
-    machine, encoder = common.Machine(args), load_encoder(args.checkpoint)
-    sources, image_size = {f"the weights in {args.checkpoint}": digest(encoder)}, encoder.config["image_size"]
+    machine, encoder = common.Machine(args), load_encoder(args.checkpoint).eval().requires_grad_(False)
+    sources, image_size = {"the weights in CHECKPOINT": digest(encoder)}, encoder.config["image_size"]
     images, val = (data.open_images(args.data, split, image_size) for split in ("train", "val"))
+    encoder.to(machine.device)
+    if machine.compile:
+        encoder.compile()
     if args.probe == "ep" and common.make_plan(args, machine.world, len(images)).micro_batch == 1:
         raise common.UserError("--micro-batch 1: the BatchNorm of --probe ep needs at least 2 images")
     common.seed_everything(args.seed)
     kind = LinearProbe if args.probe == "linear" else EfficientProbe
     probe = kind(encoder.dim, len(images.classes)).to(machine.device)
     return finetune.fit(args, machine, encoder, probe, images, val, sources,
-                        frozen=FrozenTokens(encoder).to(machine.device))
+                        features=lambda pixels: encoder(pixels)[0])      # tokens [B, 1 + N, D]
 
 
 if __name__ == "__main__":

@@ -26,9 +26,7 @@ def cls_loss(pred: Tensor, target: Tensor) -> Tensor:
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
     """images [B, 3, H, W] -> [B, N, P], P = 3 * patch_size ** 2: row by row, each as (channel, y, x)."""
-    b, c, h, w = images.shape
-    x = images.view(b, c, h // patch_size, patch_size, w // patch_size, patch_size)
-    return x.permute(0, 2, 4, 1, 3, 5).reshape(b, -1, c * patch_size ** 2)
+    return F.pixel_unshuffle(images, patch_size).flatten(2).transpose(1, 2)
 
 
 def pixel_loss(pred: Tensor, images: Tensor, patch_size: int) -> Tensor:
@@ -98,9 +96,9 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *, objec
     """Eq. 8 -> (losses [K] without their weights w, the sum of the regularizers, detached metrics).
 
     pred: the student's Prediction. targets [B, 1 + N, D]: the teacher's tokens of the whole image. images
-    [B, 3, S, S] in [0, 1]. mask [B, N], True where masked. `loss_block`: the MoE block whose weights count, or
-    several, which are averaged (default: the last one). `entropy_weights`: lambda of Eq. 7, a scalar or [E].
-    Without experts, a loss is the plain mean over its patches.
+    [B, 3, S, S] in [0, 1]. mask [B, N], True where masked. `loss_block`: the MoE block whose weights count,
+    or several, which are averaged (default: the last one). `entropy_weights`: lambda of Eq. 7, a scalar or
+    [E]. Without experts, a loss is the plain mean over its patches.
     """
     if targets.shape[1] != 1 + mask.shape[1]:
         raise ValueError(f"targets have {targets.shape[1]} tokens, but [CLS] and {mask.shape[1]} patches "

@@ -309,9 +309,10 @@ class Prediction(NamedTuple):
 class Explore(nn.Module):
     """The student: a ViT, one linear head on every token to the teacher's width, and a decoder for pixels.
 
-    Sparse encoding processes the visible patches alone, as MAE does. Dense encoding processes all, with a mask
-    token in place of the masked ones, as BEiT does; that token is not part of the encoder. `loss_router`, beyond
-    the paper, is a router of two experts for the losses alone, on the final tokens: a block more, after the last.
+    Sparse encoding processes the visible patches alone, as MAE does. Dense encoding processes all, with a
+    mask token in place of the masked ones, as BEiT does; that token is not part of the encoder.
+    `loss_router`, beyond the paper, adds a router of two experts for the losses alone, on the final tokens.
+    Its Routing follows those of the blocks, under the number len(encoder.blocks).
     """
 
     def __init__(self, encoder: ViT, teacher_dim: int, mask_ratio: float = 0.4, dense: bool = False,

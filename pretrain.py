@@ -36,8 +36,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--objective", choices=("token", "token_cls", "token_pixel", "token_cls_pixel"), default="token_cls",
         help="distill patch tokens, align [CLS], reconstruct pixels (default: %(default)s)")
     add("--encoding", choices=("sparse", "dense"), default="sparse",
-        help="sparse: the student sees only the visible patches, as in MAE; dense: all, with mask tokens for the "
-             "masked ones, as in BEiT (default: %(default)s)")
+        help="sparse: the student sees only the visible patches, as in MAE; dense: all, with mask tokens for "
+             "the masked ones, as in BEiT (default: %(default)s)")
     add("--mask-ratio", type=float, default=0.4, metavar="R",
         help="share of patches that the student does not see (default: %(default)s)")
     add("--teacher", default="ViT-B-16/openai",
@@ -49,9 +49,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="w of Eq. 8 with --balance static (default: %(default)s)")
     add = parser.add_argument_group("loss routing").add_argument
     add("--loss-weights", choices=("dispatch", "combine", "uniform"), default="dispatch",
-        help="weights of the patch losses. dispatch: expert 0's for the token loss and, with --encoding dense, "
-             "expert 1's for the pixel loss; combine: their combine weights, not normalized; uniform: none "
-             "(default: %(default)s)")
+        help="weights of the patch losses. dispatch: expert 0's for the token loss and, with --encoding "
+             "dense, expert 1's for the pixel loss; combine: their combine weights, not normalized; uniform: "
+             "none (default: %(default)s)")
     add("--loss-block", type=int, nargs="+", metavar="B",
         help="MoE block that gives the weights; several are averaged (default: the last one)")
     add("--loss-router", action="store_true",
@@ -79,12 +79,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace):
     """Validates flag combinations."""
-    fail, patches, depth = parser.error, (args.image_size // args.patch_size) ** 2, PRESETS[args.model]["depth"]
+    fail, patches = parser.error, (args.image_size // args.patch_size) ** 2
     if args.image_size % args.patch_size:
         fail(f"--image-size {args.image_size} is not a multiple of --patch-size {args.patch_size}")
     if not 0 < int(args.mask_ratio * patches) < patches:
-        fail(f"--mask-ratio {args.mask_ratio} masks {int(args.mask_ratio * patches)} of {patches} patches: at "
-             "least one must be masked and one visible")
+        fail(f"--mask-ratio {args.mask_ratio} masks {int(args.mask_ratio * patches)} of {patches} patches: "
+             "at least one must be masked and one visible")
     if args.balance != "static" and args.objective == "token":
         fail(f"--balance {args.balance} has nothing to balance: --objective token is one objective")
     if not args.experts and not args.loss_router:
@@ -94,7 +94,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace):
                 fail(f"{common.flag(name)} needs experts, but --experts is 0")
         return
     if args.loss_router and (args.loss_block or args.loss_weights == "uniform"):
-        fail("--loss-router takes the place of --loss-block, and has nothing to weight with --loss-weights uniform")
+        fail("--loss-router takes the place of --loss-block, and weights nothing with --loss-weights uniform")
     if args.moe_blocks and not args.experts:
         fail("--moe-blocks needs experts, but --experts is 0")
     if args.detach and args.loss_weights == "uniform":
@@ -108,11 +108,13 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace):
     dense_pixels = args.encoding == "dense" and "pixel" in args.objective
     if experts == 1 and dense_pixels and args.loss_weights != "uniform":
         fail("--experts 1: with --encoding dense, expert 1 weights the pixel loss, so there must be 2")
+    depth = PRESETS[args.model]["depth"]
     blocks = args.moe_blocks or list(range(1, depth, 2))
     if unexpected := set(blocks) - set(range(depth)):
         fail(f"--moe-blocks {min(unexpected)}: {args.model} has blocks 0 to {depth - 1}")
     if unexpected := set(args.loss_block or []) - set(blocks):
-        fail(f"--loss-block {min(unexpected)} has no experts: the MoE blocks are {' '.join(map(str, blocks))}")
+        blocks = " ".join(map(str, blocks))
+        fail(f"--loss-block {min(unexpected)} has no experts: the MoE blocks are {blocks}")
 
 
 def entropy_weights(args: argparse.Namespace) -> list[float]:
@@ -133,11 +135,11 @@ def main(args: argparse.Namespace):
     grid, objectives = args.image_size // args.patch_size, args.objective.split("_")
     with common.one_after_another():      # it may be a download
         teacher = build_teacher(args.teacher, grid)
-    sources = {f"the weights of --teacher {args.teacher}": digest(teacher), data.NAMES: data.digest(images)}
+    sources = {"the weights of --teacher": digest(teacher), data.NAMES: data.digest(images)}
     teacher.to(machine.device, machine.amp)
     common.seed_everything(args.seed)
-    encoder = build_vit(args.model, image_size=args.image_size, patch_size=args.patch_size, experts=args.experts,
-                        moe_blocks=args.moe_blocks, drop_path=args.drop_path)
+    encoder = build_vit(args.model, image_size=args.image_size, patch_size=args.patch_size,
+                        experts=args.experts, moe_blocks=args.moe_blocks, drop_path=args.drop_path)
     encoder.recompute = args.recompute
     student = Explore(encoder, teacher.dim, args.mask_ratio, dense=args.encoding == "dense",
                       pixels="pixel" in objectives, loss_router=args.loss_router).to(machine.device)
@@ -169,20 +171,21 @@ def main(args: argparse.Namespace):
         else:
             student.compile()
             compute_losses = torch.compile(explore_losses)
-    model, routers = machine.parallel(student).train(), [m for m in student.modules() if isinstance(m, Router)]
+    routers = [module for module in student.modules() if isinstance(module, Router)]
+    model = machine.parallel(student).train()
     neutral = 1 / len(coupling["entropy_weights"]) if args.loss_weights == "combine" else 1.0
     views = data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio)
     batches = data.train_batches(views, len(images), run)
 
     for step in run.steps():
         common.set_rate(optimizer, common.learning_rate(step, plan, args.lr, args.min_lr))
-        common.seed_everything(args.seed, step, machine.rank)                    # drop path
+        common.seed_everything(args.seed, step, machine.rank)               # drop path
 
         for micro_step in range(1, plan.micro_steps + 1):
             batch = next(batches)
-            pixels, mask = data.augment(batch), batch["mask"]                    # [B, 3, S, S] in [0, 1], [B, N]
+            pixels, mask = data.augment(batch), batch["mask"]               # [B, 3, S, S] in [0, 1], [B, N]
             with torch.no_grad():
-                targets = teacher(pixels)                                        # [B, 1 + N, Dt]
+                targets = teacher(pixels)                                   # [B, 1 + N, Dt]
             with machine.accumulating(model, last=micro_step == plan.micro_steps):
                 with machine.autocast():
                     pred = model(data.normalize(pixels), mask)
@@ -195,7 +198,7 @@ def main(args: argparse.Namespace):
         balance.update()
         if routers:
             run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
-        warn_of_collapse(run.end_step(step), neutral)                            # log line, checkpoint, signal
+        warn_of_collapse(run.end_step(step), neutral)                       # log line, checkpoint, signal
     run.report(f"next: python knn.py {args.out}/epoch_*.pt --data {args.data}")
 
 
@@ -203,8 +206,8 @@ def warn_of_collapse(line: dict, neutral: float):
     """The paper's sign of collapse, once: a loss that weighting has brought far below its plain mean."""
     for name in ("token_ratio", "pixel_ratio"):
         if line.get(name, neutral) < 0.2 * neutral:
-            warnings.warn(f"the router collapses: {name}, the ratio of weighted to unweighted loss, has fallen below "
-                          f"{0.2 * neutral:.2g}. A higher --entropy-weight keeps it near uniform", stacklevel=2)
+            warnings.warn(f"the router collapses: {name}, the ratio of weighted to unweighted loss, is below "
+                          f"{0.2 * neutral:.2g}. A higher --entropy-weight keeps it near 1", stacklevel=2)
 
 
 if __name__ == "__main__":

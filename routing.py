@@ -92,8 +92,8 @@ def measure(path: str, args: argparse.Namespace, machine: common.Machine) -> tup
     encoder = load_encoder(checkpoint).to(machine.device).eval()
     routers = {i: encoder.blocks[i].mlp for i in encoder.moe_blocks}
     if "loss_router.phi" in checkpoint["model"]:      # after the last block, on the final tokens
-        routers[len(encoder.blocks)] = Router(*checkpoint["model"]["loss_router.phi"].shape).to(machine.device)
         state = {name: checkpoint["model"][f"loss_router.{name}"] for name in ("phi", "scale")}
+        routers[len(encoder.blocks)] = Router(*state["phi"].shape).to(machine.device)
         routers[len(encoder.blocks)].load_state_dict(state)
     blocks = list(routers)
     if not blocks:
@@ -125,14 +125,15 @@ def measure(path: str, args: argparse.Namespace, machine: common.Machine) -> tup
             inputs[i][-1] = inputs[i][-1].cpu().float()[sample]
         if head:
             losses.append(token_loss(head(tokens)[:, 1:].float(), teacher(pixels[-1])[:, 1:].float()).cpu())
-    dispatch, combine = ({i: torch.cat([routing[i][k] for routing in routings]) for i in blocks} for k in (0, 1))
+    dispatch, combine = ({i: torch.cat([routing[i][k] for routing in routings]) for i in blocks}
+                         for k in (0, 1))
 
     rows = [{"block": i, "silhouette": silhouette(torch.cat(inputs[i]), dispatch[i][drawn].argmax(1)),
              "scale": routers[i].scale.item(), "entropy": dispatch_entropy(dispatch[i]).tolist(),
              "dispatch_cv": variation(dispatch[i][:, 1:]).tolist(),
              "cls_share": dispatch[i][:, 0].mean(0).tolist(), "usage": combine[i].mean((0, 1)).tolist()}
             for i in blocks]
-    weights = dispatch[block][:, 1:] * dispatch[block].shape[1]      # of patches, in units of the uniform weight
+    weights = dispatch[block][:, 1:] * dispatch[block].shape[1]      # in units of the uniform weight
     numbers = {"checkpoint": str(path), "name": Path(path).resolve().parent.name, "loss_block": block,
                "images": len(chosen), "tokens": int(drawn.sum()), "blocks": rows,
                "shown": most_and_least(combine[block].mean((0, 1)))}
@@ -178,7 +179,7 @@ def table(numbers: dict) -> str:
                   f"{row['dispatch_cv'][e]:9.4f}{row['cls_share'][e]:13.4f}{row['usage'][e]:8.3f}"
                   for e in numbers["shown"]]
     for name, what in (("correlation", "r of expert 0's dispatch weight and token loss"),
-                       ("foreground_auc", "area under the ROC curve of each expert's weights against the foreground")):
+                       ("foreground_auc", "area under the ROC curve of each expert's weight on objects")):
         if name in numbers:
             lines.append(f"{what}, block {numbers['loss_block']}: {np.round(numbers[name], 3)}")
     return "\n".join(lines)
@@ -198,11 +199,11 @@ def tile(images: Tensor, mode: str = "nearest") -> Tensor:
 
 
 def heatmaps(pixels: Tensor, models: list[tuple[str, Tensor, list[int]]]) -> Image.Image:
-    """A row of images, then a row for each model's experts: their dispatch weights over the image, warm is high.
+    """A row of images, then a row for each model's experts: dispatch weights over the image, warm is high.
 
-    pixels [M, 3, S, S] in [0, 1]; of each model its name, weights [M, N, E] in units of the uniform weight, and
-    the experts to show. Each model has a color scale of its own, from the 1st to the 99th percentile of its
-    weights: a few extreme patches would dull the rest.
+    pixels [M, 3, S, S] in [0, 1]; of each model its name, weights [M, N, E] in units of the uniform weight,
+    and the experts to show. Each model has a color scale of its own, from the 1st to the 99th percentile of
+    its weights: a few extreme patches would dull the rest.
     """
     step, rows = TILE + GAP, 1 + sum(len(experts) for _, _, experts in models)
     canvas = Image.new("RGB", (2 * MARGIN + len(pixels) * step, GAP + rows * step), "white")

@@ -34,7 +34,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     common.add_recipe_flags(parser, layer_decay=0.85)
     add = parser.add_argument_group("segmentation").add_argument
     add("--crop-size", type=int, default=512, metavar="N",
-        help="of training crops and evaluation windows, whose stride is two thirds of it (default: %(default)s)")
+        help="of training crops and evaluation windows, whose stride is 2/3 of it (default: %(default)s)")
     add("--classes", type=int, metavar="N",
         help="classes 1 to N of the annotations, 0 is ignored (default: ADE20K's 150; 11 of shapes)")
     add("--width", type=int, default=768, metavar="N", help="of UperNet (default: %(default)s)")
@@ -257,14 +257,15 @@ def evaluate(model: Segmenter, views: SceneViews, machine: common.Machine) -> di
     """-> scores over all of `views` and all processes, by sliding windows"""
     model.eval()
     machine.share_buffers(model)
-    crop, matrix = views.crop, torch.zeros(views.classes, views.classes, dtype=torch.long, device=machine.device)
+    crop, classes, stride = views.crop, views.classes, max(1, round(views.crop * 341 / 512))
+    matrix = torch.zeros(classes, classes, dtype=torch.long, device=machine.device)
     order = data.eval_order(len(views), 1, machine.rank, machine.world)
     for batch in data.load(views, tqdm(order, "val", leave=False, disable=machine.rank > 0), machine):
         with machine.autocast():
             logits = sliding_window(lambda x: resize(model(x)[0].float(), (crop, crop)),
-                                    data.normalize(batch["image"] / 255), crop, max(1, round(crop * 341 / 512)))
+                                    data.normalize(batch["image"] / 255), crop, stride)
         annotation = batch["annotation"][0]
-        matrix += confusion(resize(logits, annotation.shape)[0].argmax(0), annotation, views.classes)
+        matrix += confusion(resize(logits, annotation.shape)[0].argmax(0), annotation, classes)
     model.train()
     return scores(machine.sum(matrix))
 
@@ -275,7 +276,7 @@ def main(args: argparse.Namespace) -> dict[str, float]:
     crop, patch_size = args.crop_size, checkpoint["encoder"]["patch_size"]
     if crop % patch_size:
         raise UserError(f"--crop-size {crop} is not a multiple of the patch size {patch_size}")
-    recipe, expert_dropout = common.choose_recipe(args, has_experts=bool(checkpoint["encoder"]["moe_blocks"]))
+    recipe, expert_dropout = common.choose_recipe(args, bool(checkpoint["encoder"]["moe_blocks"]))
     drawn = args.data in ("shapes", "shapes-noise")
     if drawn:
         scenes, val = (data.open_images(args.data, split, crop) for split in ("train", "val"))
@@ -288,14 +289,15 @@ def main(args: argparse.Namespace) -> dict[str, float]:
         raise UserError("--micro-batch 1: UperNet's BatchNorm needs at least 2 images")
 
     common.seed_everything(args.seed)
-    encoder = load_encoder(checkpoint, grid=crop // patch_size, drop_path=args.drop_path, expert_dropout=expert_dropout)
+    dropouts = dict(drop_path=args.drop_path, expert_dropout=expert_dropout)
+    encoder = load_encoder(checkpoint, grid=crop // patch_size, **dropouts)
     common.freeze(encoder, recipe)
-    sources = {f"the weights in {args.checkpoint}": digest(encoder), data.NAMES: data.digest(scenes, val)}
+    sources = {"the weights in CHECKPOINT": digest(encoder), data.NAMES: data.digest(scenes, val)}
     model = Segmenter(encoder, classes, args.width).to(machine.device)
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999),
                              common.layerwise_lr(len(encoder.blocks), args.layer_decay))
     run = common.Run(args, machine, plan, encoder.config, sources, model=model, optimizer=optimizer)
-    run.announce(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters",
+    run.announce(args.checkpoint, f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters",
                  f"{len(scenes)} images of {classes} classes")
     if machine.world > 1 and machine.device.type == "cuda":
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -314,12 +316,12 @@ def main(args: argparse.Namespace) -> dict[str, float]:
             with machine.accumulating(parallel, last=micro_step == plan.micro_steps):
                 with machine.autocast():
                     outputs = parallel(data.normalize(batch["image"] / 255))
-                main_loss, auxiliary_loss = (      # the mean over all pixels, labeled or not, as by mmsegmentation
+                losses = torch.stack([      # means over all pixels, labeled or not, as by mmsegmentation
                     F.cross_entropy(resize(logits.float(), target.shape[1:]), target, ignore_index=-1,
-                                    reduction="none").mean() for logits in outputs)
-                loss = main_loss + 0.4 * auxiliary_loss
+                                    reduction="none").mean() for logits in outputs])
+                loss = losses[0] + 0.4 * losses[1]
                 machine.scaler.scale(loss / plan.micro_steps).backward()
-            run.log.add({"loss": loss.detach(), "main": main_loss.detach(), "auxiliary": auxiliary_loss.detach()})
+            run.log.add({"loss": loss.detach(), "main": losses[0].detach(), "auxiliary": losses[1].detach()})
 
         run.log.add(common.optimizer_step(optimizer, machine.scaler, args.clip_grad))
         run.end_step(step, lambda: evaluate(model, val_views, machine))

@@ -1,4 +1,4 @@
-"""Frozen teachers, whose tokens are the targets: open_clip's, timm's, or any checkpoint that this code loads."""
+"""Frozen teachers, whose tokens are the targets: open_clip's, timm's, or a checkpoint's."""
 
 import contextlib
 import logging
@@ -47,7 +47,7 @@ def loading(name: str, hint: str = ""):
 class ClipTeacher(Teacher):
     """CLIP's ViT from open_clip: tokens after its last block, before `ln_post` and the projection.
 
-    `pretrained` is an open_clip tag, a file or "random". `grid` is the student's number of patches along a side.
+    `pretrained` is an open_clip tag, a file or "random". `grid`: the student's patches along a side.
     """
 
     def __init__(self, name: str, pretrained: str, grid: int):
@@ -60,8 +60,9 @@ class ClipTeacher(Teacher):
         patch_size = open_clip.get_model_config(name)["vision_cfg"].get("patch_size") or 1
         hint = f"; these weights as a file are {name}-quickgelu/FILE" if quick_gelu else ""
         with loading(f"{name}/{pretrained}", hint):
-            visual = open_clip.create_model(name, None if pretrained == "random" else pretrained,
-                                            force_image_size=grid * patch_size, force_quick_gelu=quick_gelu).visual
+            clip = open_clip.create_model(name, None if pretrained == "random" else pretrained,
+                                          force_image_size=grid * patch_size, force_quick_gelu=quick_gelu)
+        visual = clip.visual
         if not isinstance(visual, open_clip.transformer.VisionTransformer):
             raise LoadError(f"teacher {name}: it is not a vision transformer with a [CLS] token")
         mean, std = visual.preprocess_cfg["mean"], visual.preprocess_cfg["std"]
@@ -75,8 +76,8 @@ class ClipTeacher(Teacher):
 
 
 class TimmTeacher(Teacher):
-    """A ViT of timm: the tokens of its own `forward_features`, without registers. Where it has no [CLS], what its
-    head pools comes first. `name` is timm's, or NAME/random.
+    """A ViT of timm: the tokens of its own `forward_features`, without registers. Where it has no [CLS], what
+    its head pools comes first. `name` is timm's, or NAME/random.
     """
 
     def __init__(self, name: str, grid: int):
@@ -88,6 +89,8 @@ class TimmTeacher(Teacher):
                 raise ValueError("it has no patch tokens on a grid")
             size = grid * vit.patch_embed.patch_size[0]
             vit.set_input_size(img_size=(size, size))
+            if vit.patch_embed.num_patches != grid ** 2:      # a hybrid, whose convolutions come first
+                raise ValueError(f"its grid cannot be {grid} x {grid}")
         config = timm.data.resolve_model_data_config(vit)
         super().__init__(size, vit.num_features, config["mean"], config["std"])
         self.vit = vit
@@ -113,7 +116,9 @@ class EncoderTeacher(Teacher):
 
 
 def build_teacher(name: str, grid: int) -> Teacher:
-    """`name`: a checkpoint file, timm/NAME or open_clip's MODEL/PRETRAINED, split at the first "/". LoadError"""
+    """`name`: a checkpoint file, timm/NAME or open_clip's MODEL/PRETRAINED, split at the first "/".
+    Raises LoadError.
+    """
     if Path(name).is_file():
         teacher = EncoderTeacher(name, grid)
     elif name.startswith("timm/"):
