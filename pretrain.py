@@ -87,16 +87,21 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace):
              "at least one must be masked and one visible")
     if args.balance != "static" and args.objective == "token":
         fail(f"--balance {args.balance} has nothing to balance: --objective token is one objective")
-    if not args.experts and not args.loss_router:
-        for name in ("moe_blocks", "loss_weights", "loss_block", "detach", "entropy_weight", "entropy_on",
-                     "entropy_experts", "importance_weight"):
-            if getattr(args, name) != parser.get_default(name):
-                fail(f"{common.flag(name)} needs experts, but --experts is 0")
+    static, routed = args.balance == "static", args.experts or args.loss_router
+    for met, needs, names in (      # flags that would have no effect
+            (args.experts, "experts", "moe_blocks loss_block"),
+            (routed, "experts or --loss-router",
+             "loss_weights detach entropy_weight entropy_on entropy_experts importance_weight"),
+            (static and "cls" in args.objective, "--balance static, and cls in --objective", "cls_weight"),
+            (static and "pixel" in args.objective, "--balance static, and pixel in --objective", "pixel_weight"),
+            (args.balance == "gradnorm", "--balance gradnorm", "gradnorm_alpha gradnorm_lr")):
+        for name in names.split():
+            if not met and getattr(args, name) != parser.get_default(name):
+                fail(f"{common.flag(name)} needs {needs}")
+    if not routed:
         return
     if args.loss_router and (args.loss_block or args.loss_weights == "uniform"):
         fail("--loss-router takes the place of --loss-block, and weights nothing with --loss-weights uniform")
-    if args.moe_blocks and not args.experts:
-        fail("--moe-blocks needs experts, but --experts is 0")
     if args.detach and args.loss_weights == "uniform":
         fail("--detach has nothing to detach with --loss-weights uniform")
     experts = 2 if args.loss_router else args.experts

@@ -1859,7 +1859,10 @@ def test_compiled_training_follows_the_plain_curve(stage, monkeypatch, flags, ba
     ("--image-size 33", "--image-size 33 is not a multiple of --patch-size 8"),
     ("--batch-size 64", "has only 32 training images"),
     ("--micro-batch 3", "--micro-batch 3 does not divide the 8 images"),
-    *((f"--experts 0 {flag}", f"{flag.split()[0]} needs experts, but --experts is 0") for flag in (
+    *((f"--objective {objective} --balance {balance} {flag}", f"{flag.split()[0]} needs --balance")
+      for objective, balance, flag in (("token_cls", "gradnorm", "--cls-weight 1"), ("token", "static", "--cls-weight 1"),
+                                       ("token_cls", "static", "--pixel-weight 2"), ("token_cls", "rlw", "--gradnorm-lr 1"))),
+    *((f"--experts 0 {flag}", f"{flag.split()[0]} needs experts") for flag in (
         "--detach", "--loss-block 3", "--loss-weights combine", "--entropy-weight 5.0", "--importance-weight 1")),
     ("--loss-block 2", "--loss-block 2 has no experts: the MoE blocks are 1 3"),
     ("--moe-blocks 4", "--moe-blocks 4: vit_nano has blocks 0 to 3"),
