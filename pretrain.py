@@ -93,7 +93,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace):
             (routed, "experts or --loss-router",
              "loss_weights detach entropy_weight entropy_on entropy_experts importance_weight"),
             (static and "cls" in args.objective, "--balance static, and cls in --objective", "cls_weight"),
-            (static and "pixel" in args.objective, "--balance static, and pixel in --objective", "pixel_weight"),
+            (static and "pixel" in args.objective, "--balance static, and pixel in --objective",
+             "pixel_weight"),
             (args.balance == "gradnorm", "--balance gradnorm", "gradnorm_alpha gradnorm_lr")):
         for name in names.split():
             if not met and getattr(args, name) != parser.get_default(name):
