@@ -1,0 +1,239 @@
+"""The tables of experiments/README.md, from the runs of experiments/run.sh.
+
+    python experiments/table.py noise shapes cifar        # from the repository's folder, or --runs FOLDER
+    python experiments/table.py noise --to none           # differences to another row; writes nothing
+
+Measures each finished run of runs/SET/ROW-SEED and writes its values to experiments/SET.json, where those of
+earlier calls stay, so that a new row can be paired with them. Prints the tables and updates the README's.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import common  # noqa: E402
+import data  # noqa: E402
+import routing  # noqa: E402
+from checkpoint import load_checkpoint, load_encoder  # noqa: E402
+from losses import token_loss  # noqa: E402
+from model import Explore  # noqa: E402
+from teacher import build_teacher  # noqa: E402
+
+# key in SET.json, title, digits, whether the table has the difference to `uniform`
+COLUMNS = [("knn", "k-NN", 1, True), ("linear", "linear", 1, True), ("ep", "EP", 1, True),
+           ("token_loss", "token loss", 4, True), ("miou", "CamVid mIoU", 1, True),
+           ("ratio", "ratio", 3, False), ("r", "r", 2, False), ("variation", "variation", 3, False),
+           ("cls", "[CLS]", 3, False), ("silhouette", "silhouette", 3, False),
+           ("foreground", "foreground", 2, False)]
+ORDER = "none", "uniform", "detached", "coupled", "combine", "router", "expert", "token", "long"  # of rows
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument
+    add("sets", nargs="+", metavar="SET", help="noise, shapes, cifar")
+    add("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="default: runs")
+    add("--to", metavar="ROW", help="print the differences to this row")
+    add("--out", type=Path, default=HERE, metavar="FOLDER", help="of SET.json and README.md (default: here)")
+    return parser.parse_args(argv)
+
+
+# ----------------------------------------------------------------------------------------- from runs to JSON
+
+@torch.no_grad()
+def held_out(path: Path, images: int = 1000) -> tuple[Tensor, Tensor | None]:
+    """A student on validation images, cropped and masked as in training -> token losses [M, V] and weights
+    [M, V, E] of the router that weights them, in units of the uniform weight; None if there is no router.
+    """
+    file = load_checkpoint(path)
+    args, encoder = file["args"], load_encoder(file)
+    teacher, size = build_teacher(args["teacher"], encoder.grid), encoder.config["image_size"]
+    student = Explore(encoder, teacher.dim, args["mask_ratio"], loss_router=args["loss_router"]).eval()
+    student.load_state_dict(file["model"])
+    machine = common.Machine(routing.parse_args([str(path), "--amp", "off", "--workers", "0"]))
+    teacher.to(machine.device)
+    student.to(machine.device)
+    val = data.open_images(args["data"], "val", size)
+    views = data.TrainViews(val, size, 0, encoder.grid, args["mask_ratio"])
+    parts = np.array_split(np.random.default_rng(0).permutation(len(val))[:images], 10)
+    losses, weights = [], []
+    for batch in data.load(views, [[(0, int(i)) for i in part] for part in parts], machine):
+        pixels = data.augment(batch)
+        pred = student(data.normalize(pixels), batch["mask"])
+        ids = pred.ids_keep[..., None].expand(-1, -1, teacher.dim)
+        losses.append(token_loss(pred.tokens[:, 1:], teacher(pixels)[:, 1:].gather(1, ids)).cpu())
+        if pred.routing:
+            weights.append(pred.routing[max(pred.routing)].dispatch[:, 1:].cpu())
+    if not weights:
+        return torch.cat(losses), None
+    weights = torch.cat(weights)
+    return torch.cat(losses), weights / weights.mean(1, keepdim=True)
+
+
+def measure(run: Path) -> dict:
+    """The values of a finished run, a row of SET.json."""
+    def log(stage: str, name: str) -> list[float]:
+        lines = map(json.loads, (run / stage / "log.jsonl").read_text().splitlines())
+        return [line[name] for line in lines if name in line]
+
+    args, (name, seed) = json.loads((run / "args.json").read_text()), run.name.rsplit("-", 1)
+    knn = {Path(row["checkpoint"]).name: row["top1"] for row in json.loads((run / "knn.json").read_text())}
+    loss, weight = held_out(run / "last.pt")
+    row = {"row": name, "seed": int(seed), "knn": knn["last.pt"], "linear": max(log("linear", "top1")),
+           "ep": max(log("ep", "top1")), "token_loss": loss.mean().item(),
+           "std": loss.std(1, False).mean().item()}
+    if (run / "camvid" / "best.pt").exists():
+        row["miou"] = max(log("camvid", "miou"))
+    if weight is not None:
+        seen, = json.loads((run / "routing.json").read_text())
+        block, first = seen["blocks"][-1], weight[..., 0]      # of the router that weights the loss; expert 0
+        spread = weight.var(1, False).sum(-1).mean().item()
+        row |= {"ratio": log(".", "token_ratio")[-1], "r": seen["correlation"],
+                "variation": first.std(1, False).mean().item(), "cls": max(block["cls_share"]),
+                "silhouette": block["silhouette"], "scale": block["scale"],
+                "lambda": args["entropy_weight"][0], "balance": -((first - 1) * loss).mean().item() / spread}
+        if "foreground_auc" in seen:
+            row["foreground"] = seen["foreground_auc"][0]
+    return common.plain(row)
+
+
+def rank(row: dict) -> tuple:
+    kind = next((i for i, start in enumerate(ORDER) if row["row"].startswith(start)), len(ORDER))
+    return kind, "uniform" not in row["row"], -row.get("lambda", 0), row["row"], row["seed"]
+
+
+def update(path: Path, folder: Path) -> list[dict]:
+    """Measures the runs in `folder` and puts them into the JSON file, beside other rows and seeds."""
+    rows = {(row["row"], row["seed"]): row for row in (json.loads(path.read_text()) if path.exists() else [])}
+    for run in sorted(best.parents[1] for best in folder.glob("*-[0-9]*/ep/best.pt")):
+        print(run, file=sys.stderr)
+        row = measure(run)
+        rows[row["row"], row["seed"]] = row
+    if not rows:
+        sys.exit(f"{folder} has no finished run: sh experiments/run.sh {folder.name}")
+    rows = sorted(rows.values(), key=rank)
+    path.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    return rows
+
+
+# --------------------------------------------------------------------------------------- from JSON to tables
+
+def by_row(rows: list[dict], key: str) -> dict[str, dict[int, float]]:
+    """Row -> seed -> value, of those that have one."""
+    values = {}
+    for row in rows:
+        if row.get(key) is not None:
+            values.setdefault(row["row"], {})[row["seed"]] = row[key]
+    return values
+
+
+def reference(name: str) -> str:
+    return next((f"{kind}-uniform" for kind in ("token", "long") if name.startswith(kind)), "uniform")
+
+
+def number(value: float, digits: int, sign: str = "") -> str:
+    return f"{round(value, digits) + 0.0:{sign}.{digits}f}"      # no -0.0
+
+
+def cell(mine: dict[int, float], other: dict[int, float], digits: int) -> str:
+    """Mean ± standard deviation (paired difference ± standard error). Star: above 4.3 errors, 3 seeds."""
+    text = number(statistics.mean(mine.values()), digits)
+    pairs = [mine[seed] - other[seed] for seed in mine if seed in other]
+    if len(mine) > 1:
+        text += f" ± {number(statistics.stdev(mine.values()), digits)}"
+    if len(pairs) == 1:
+        text += f" ({number(pairs[0], digits + 1, '+')})"
+    elif pairs:
+        difference, error = statistics.mean(pairs), statistics.stdev(pairs) / len(pairs) ** 0.5
+        star = "*" if len(pairs) == 3 and abs(difference) > 4.3 * error else ""
+        text += f" ({number(difference, digits + 1, '+')} ± {number(error, digits + 1)}{star})"
+    return text
+
+
+def markdown(lines: list[list[str]]) -> str:
+    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def results(rows: list[dict], to: str | None = None) -> str:
+    """A line for each row: means over seeds, and differences to the row `to`, or to that of `reference`."""
+    names = list(dict.fromkeys(row["row"] for row in rows))
+    values = {key: by_row(rows, key) for key, *_ in COLUMNS}
+    columns = [column for column in COLUMNS if values[column[0]]]
+    table = [["", "seeds", *(title for _, title, _, _ in columns)]]
+    for name in names:
+        line = [name, str(len(values["knn"][name]))]
+        for key, _, digits, paired in columns:
+            other = to or reference(name)
+            other = values[key].get(other, {}) if (paired or to) and other != name else {}
+            line.append(cell(values[key][name], other, digits) if name in values[key] else "")
+        table.append(line)
+    return markdown(table)
+
+
+def coupled(rows: list[dict]) -> list[list[dict]]:
+    """The coupled rows, each a list of its seeds, from the highest lambda down."""
+    groups = {}
+    for row in rows:
+        if row["row"].startswith("coupled"):
+            groups.setdefault(row["lambda"], []).append(row)
+    return [groups[weight] for weight in sorted(groups, reverse=True)]
+
+
+def at_balance(group: list[dict]) -> tuple[float, float, float]:
+    """Variation of freely chosen weights, measured, and with a scale at its optimum; means over seeds."""
+    mean = {key: statistics.mean(row[key] for row in group) for key in ("std", "variation", "balance")}
+    weight = group[0]["lambda"]
+    return mean["std"] / weight, mean["variation"], mean["variation"] * mean["balance"] / weight
+
+
+def balances(sets: dict[str, list[dict]]) -> str:
+    """What lambda does, in numbers."""
+    table = [["", "lambda", "std(loss)", "std(loss) / lambda", "variation", "at balance", "balance", "scale"]]
+    for name, rows in sets.items():
+        for group in coupled(rows):
+            std, scale = (number(statistics.mean(row[key] for row in group), digits)
+                          for key, digits in (("std", 4), ("scale", 2)))
+            balance = cell({row["seed"]: row["balance"] for row in group}, {}, 3)
+            variations = [f"{x:.2g}" for x in at_balance(group)]
+            table.append([name, f"{group[0]['lambda']:g}", std, *variations, balance, scale])
+    return markdown(table)
+
+
+def fill(path: Path, tables: dict[str, str]):
+    """Puts each table between <!-- table.py NAME --> and <!-- end --> of the README."""
+    text = path.read_text("utf-8") if path.exists() else ""
+    for name, table in tables.items():
+        place = re.compile(rf"(?<=<!-- table.py {name} -->\n).*?(?=<!-- end -->)", re.DOTALL)
+        text = place.sub(f"\n{table}\n\n", text)
+    if text:
+        path.write_text(text, "utf-8")
+
+
+def main(args: argparse.Namespace) -> dict[str, str]:
+    """-> the tables by name"""
+    if args.to:
+        sets = {name: json.loads((args.out / f"{name}.json").read_text()) for name in args.sets}
+    else:
+        sets = {name: update(args.out / f"{name}.json", args.runs / name) for name in args.sets}
+    tables = {name: results(rows, args.to) for name, rows in sets.items()}
+    if not args.to:
+        files = {name: args.out / f"{name}.json" for name in ("noise", "shapes", "cifar")}
+        every = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+        tables["lambda"] = balances(every)
+        fill(args.out / "README.md", tables)
+    print("\n\n".join(tables.values()))
+    return tables
+
+
+if __name__ == "__main__":
+    main(parse_args())
