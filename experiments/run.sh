@@ -1,9 +1,9 @@
 #!/bin/sh
 # The runs behind experiments/README.md:  SEEDS="0 1 2" sh experiments/run.sh SET [ROW ...]
-# SET is noise, shapes or cifar; without a ROW, those of its table. A stopped run resumes, a finished one is not
-# repeated. To use more cores, make the teacher (ROW teacher), then start a process for each of the SEEDS.
-# CIFAR, FULL, CAMVID: the folders of cifar, see README.md. RUNS: where runs go (default: runs). MORE: flags of
-# all trainings. Folders are absolute, or as seen from the repository.
+# SET is noise, shapes, cifar or, after that, transfer; without a ROW, those of its table. A stopped run
+# resumes, a finished one is not repeated. On more cores: make the teacher (ROW teacher), then start a process
+# for each seed. CIFAR, FULL, CAMVID: the folders of cifar, see README.md. RUNS: where runs go (default: runs).
+# MORE: flags for all trainings. Folders are absolute, or as seen from the repository.
 set -e
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
@@ -20,7 +20,20 @@ shapes) data=shapes       full=$data size="--image-size 48 --patch-size 6" epoch
         probe_epochs=4 lambda=0.5 ;;
 cifar)  data=${CIFAR:?} full=${FULL:?} size="--image-size 32 --patch-size 4" epochs=5 teacher_epochs=10
         probe_epochs=2 lambda=0.05 rows="none uniform coupled router router-2 token-uniform token-coupled" ;;
-*)      echo "usage: sh experiments/run.sh {noise,shapes,cifar} [ROW ...]" >&2 && exit 2 ;;
+transfer)
+    for augment in plain strong; do
+        for recipe in none fr "fr fa" "fr exd" "fr fa exd" without; do
+            model=coupled-0 && flags="--recipe $recipe"
+            [ "$recipe" != without ] || { model=none-0 && flags=; }
+            python finetune.py "$runs/cifar/$model/last.pt" --data "${CIFAR:?}" --epochs 3 \
+                --warmup-epochs 0.3 --batch-size 64 --lr 1e-3 --drop-path 0 --amp off --workers 1 \
+                --augment $augment $flags --out "$runs/transfer/$augment $recipe" $MORE
+        done
+    done
+    python segment.py "$runs/cifar/coupled-0/last.pt" --data "${CAMVID:?}" $camvid --recipe fr fa exd \
+        --out "$runs/transfer/camvid" $MORE
+    exit ;;
+*)      echo "usage: sh experiments/run.sh {noise,shapes,cifar,transfer} [ROW ...]" >&2 && exit 2 ;;
 esac
 shift
 

@@ -1,7 +1,7 @@
 """The tables of experiments/README.md, from the runs of experiments/run.sh.
 
     python experiments/table.py noise shapes cifar        # from the repository's folder, or --runs FOLDER
-    python experiments/table.py noise --to none           # differences to another row; writes nothing
+    python experiments/table.py noise --to none           # differences to another row; measures nothing
 
 Measures each finished run of runs/SET/ROW-SEED and writes its values to experiments/SET.json, where those of
 earlier calls stay, so that a new row can be paired with them. Prints the tables and updates the README's.
@@ -40,7 +40,7 @@ ORDER = "none", "uniform", "detached", "coupled", "combine", "router", "expert",
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
-    add("sets", nargs="+", metavar="SET", help="noise, shapes, cifar")
+    add("sets", nargs="+", choices=("noise", "shapes", "cifar"), metavar="SET", help="noise, shapes, cifar")
     add("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="default: runs")
     add("--to", metavar="ROW", help="print the differences to this row")
     add("--out", type=Path, default=HERE, metavar="FOLDER", help="of SET.json and README.md (default: here)")
@@ -111,18 +111,16 @@ def rank(row: dict) -> tuple:
     return kind, "uniform" not in row["row"], -row.get("lambda", 0), row["row"], row["seed"]
 
 
-def update(path: Path, folder: Path) -> list[dict]:
+def update(path: Path, folder: Path):
     """Measures the runs in `folder` and puts them into the JSON file, beside other rows and seeds."""
     rows = {(row["row"], row["seed"]): row for row in (json.loads(path.read_text()) if path.exists() else [])}
     for run in sorted(best.parents[1] for best in folder.glob("*-[0-9]*/ep/best.pt")):
         print(run, file=sys.stderr)
         row = measure(run)
         rows[row["row"], row["seed"]] = row
-    if not rows:
-        sys.exit(f"{folder} has no finished run: sh experiments/run.sh {folder.name}")
-    rows = sorted(rows.values(), key=rank)
-    path.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
-    return rows
+    if rows:
+        lines = [json.dumps(row) for row in sorted(rows.values(), key=rank)]
+        path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
 # --------------------------------------------------------------------------------------- from JSON to tables
@@ -198,39 +196,43 @@ def at_balance(group: list[dict]) -> tuple[float, float, float]:
 
 def balances(sets: dict[str, list[dict]]) -> str:
     """What lambda does, in numbers."""
-    table = [["", "lambda", "std(loss)", "std(loss) / lambda", "variation", "at balance", "balance", "scale"]]
+    table = [["", "seeds", "std(loss)", "std(loss) / lambda", "variation", "at balance", "balance", "scale"]]
     for name, rows in sets.items():
         for group in coupled(rows):
             std, scale = (number(statistics.mean(row[key] for row in group), digits)
                           for key, digits in (("std", 4), ("scale", 2)))
             balance = cell({row["seed"]: row["balance"] for row in group}, {}, 3)
-            variations = [f"{x:.2g}" for x in at_balance(group)]
-            table.append([name, f"{group[0]['lambda']:g}", std, *variations, balance, scale])
+            variations, label = [f"{x:.2g}" for x in at_balance(group)], f"{name} {group[0]['lambda']:g}"
+            table.append([label, str(len(group)), std, *variations, balance, scale])
     return markdown(table)
 
 
-def fill(path: Path, tables: dict[str, str]):
-    """Puts each table between <!-- table.py NAME --> and <!-- end --> of the README."""
-    text = path.read_text("utf-8") if path.exists() else ""
-    for name, table in tables.items():
-        place = re.compile(rf"(?<=<!-- table.py {name} -->\n).*?(?=<!-- end -->)", re.DOTALL)
-        text = place.sub(f"\n{table}\n\n", text)
-    if text:
-        path.write_text(text, "utf-8")
+def fill(text: str, name: str, table: str) -> str:
+    """Puts a table between <!-- table.py NAME --> and <!-- end -->. Rows with a dagger are of earlier code:
+    they stay until a new one of as many seeds takes their place, and their `uniform` as long as they do.
+    """
+    def replace(match: re.Match) -> str:
+        new = {row: int(seeds) for row, seeds in re.findall(r"^\| (\S.*?) \| (\d+) \|", table, re.MULTILINE)}
+        old = re.findall(r"^\| (\S.*?)† \| (\d+) \|(.*)\n", match[2], re.MULTILINE)
+        kept = [row for row, seeds, _ in old if new.get(row, 0) < int(seeds) and not row.endswith("uniform")]
+        lines = [f"| {row}† | {seeds} |{rest}" for row, seeds, rest in old
+                 if row in kept or row.endswith("uniform") and kept]
+        return match[1] + "\n".join([table, *lines, match[3]])
+
+    return re.sub(rf"(<!-- table.py {name} -->\n)(.*?)(<!-- end -->)", replace, text, flags=re.DOTALL)
 
 
 def main(args: argparse.Namespace) -> dict[str, str]:
     """-> the tables by name"""
-    if args.to:
-        sets = {name: json.loads((args.out / f"{name}.json").read_text()) for name in args.sets}
-    else:
-        sets = {name: update(args.out / f"{name}.json", args.runs / name) for name in args.sets}
-    tables = {name: results(rows, args.to) for name, rows in sets.items()}
+    files = {name: args.out / f"{name}.json" for name in ("noise", "shapes", "cifar")}
+    for name in () if args.to else args.sets:
+        update(files[name], args.runs / name)
+    sets = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+    tables = {name: results(sets[name], args.to) for name in args.sets if name in sets}
     if not args.to:
-        files = {name: args.out / f"{name}.json" for name in ("noise", "shapes", "cifar")}
-        every = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
-        tables["lambda"] = balances(every)
-        fill(args.out / "README.md", tables)
+        tables["lambda"], readme = balances(sets), args.out / "README.md"
+        for name, table in tables.items() if readme.exists() else ():
+            readme.write_text(fill(readme.read_text("utf-8"), name, table), "utf-8")
     print("\n\n".join(tables.values()))
     return tables
 
