@@ -2358,3 +2358,94 @@ def test_heatmaps_show_the_most_and_the_least_used_of_many_experts():
 
 
 # ----------------------------------------------------------------------------------- README, demo, experiments
+
+EXPERIMENTS = (HERE / "experiments" / "README.md").read_text("utf-8")
+
+
+@pytest.fixture
+def table(monkeypatch):
+    monkeypatch.syspath_prepend(HERE / "experiments")
+    return __import__("table")
+
+
+@pytest.fixture
+def experiments(photos, tmp_path):
+    """experiments(SEEDS, SET, ROW ...) -> the commands of run.sh, which are not run: (stage, argv) of each."""
+    log, images = tmp_path / "log", tmp_path / "a folder"
+    images.symlink_to(photos)
+    (tmp_path / "python").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" "" >> "{log}"\n')
+    (tmp_path / "python").chmod(0o755)
+
+    def commands(seeds, *argv, camvid=""):
+        log.write_text("")
+        subprocess.run(["sh", HERE / "experiments" / "run.sh", *argv], check=True, env=os.environ | {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUNS": str(tmp_path / "the runs"), "SEEDS": seeds,
+            "CIFAR": str(images), "FULL": str(images), "CAMVID": camvid, "MORE": "--max-steps 2"})
+        calls = [call.split("\n") for call in log.read_text().strip().split("\n\n")]
+        return [(call[0].removesuffix(".py").replace("linprobe", "linear"), call[1:]) for call in calls]
+    return commands
+
+
+def test_experiments_are_run_measured_and_drawn(experiments, scenes, table, tmp_path, capsys):
+    calls = experiments("0", "cifar", "none", "uniform", "coupled", "router-2")
+    calls += experiments("1", "cifar", "uniform") + experiments("1", "cifar", "coupled", camvid=scenes)
+    for stage, argv in calls:
+        SCRIPTS[stage].main(SCRIPTS[stage].parse_args([*argv, "--batch-size", "8", "--workers", "0"]))
+    again = [stage for stage, _ in experiments("0", "cifar", "uniform")]
+    assert again == ["pretrain", "linear", "linear"]      # they find their last.pt; the others are not repeated
+    for file in tmp_path.glob("the runs/cifar/*/knn.json"):
+        random_init = {"checkpoint": "epoch_0000.pt", "top1": 101.0}
+        file.write_text(json.dumps([*json.loads(file.read_text()), random_init]))
+
+    (tmp_path / "README.md").write_text(EXPERIMENTS, "utf-8")
+    argv = ["cifar", "--runs", str(tmp_path / "the runs"), "--out", str(tmp_path)]
+    printed = table.main(table.parse_args(argv))["cifar"]
+    assert printed in capsys.readouterr().out and printed in (tmp_path / "README.md").read_text("utf-8")
+    rows = {(row["row"], row["seed"]): row for row in json.loads((tmp_path / "cifar.json").read_text())}
+    assert list(rows) == [("none", 0), *((name, seed) for name in ("uniform", "coupled") for seed in (0, 1)),
+                          ("router-2", 0)]
+    coupled, uniform = (np.array([rows[name, seed]["knn"] for seed in (0, 1)]) for name in ("coupled", "uniform"))
+    gain = coupled - uniform
+    assert (f"| coupled | 2 | {coupled.mean():.1f} ± {coupled.std(ddof=1):.1f} ({gain.mean() + 0.0:+.2f} ± "
+            f"{gain.std(ddof=1) / 2 ** 0.5:.2f}) |") in printed
+    router = torch.load(tmp_path / "the runs/cifar/router-2-0/last.pt", weights_only=True)["model"]
+    assert rows["router-2", 0]["scale"] == pytest.approx(router["loss_router.scale"].item(), rel=1e-5)
+    assert max(row["knn"] for row in rows.values()) <= 100      # of last.pt, not of the random initialization
+    assert "ratio" not in rows["none", 0] and rows["uniform", 0]["ratio"] == 1 and rows["coupled", 1]["miou"] >= 0
+    (tmp_path / "the runs" / "cifar").rename(tmp_path / "gone")      # rows of earlier calls stay
+    assert table.main(table.parse_args(argv))["cifar"] == printed
+    pytest.importorskip("matplotlib")
+    plot = __import__("plot")
+    plot.main(plot.parse_args(["--json", str(tmp_path), "--out", str(tmp_path / "lambda.png")]))
+    assert min(Image.open(tmp_path / "lambda.png").size) > 200
+
+
+def test_a_dagger_marks_older_rows_until_newer_ones_of_as_many_seeds(table):
+    old = "<!-- table.py x -->\n| uniform† | 3 | 1 |\n| a† | 3 | 2 |\n| b† | 1 | 3 |\n<!-- end -->"
+    for seeds, stay in ((1, ["uniform†", "a†"]), (3, [])):
+        new = f"| a | {seeds} | 5 |\n| b | {seeds} | 6 |"
+        filled = table.fill(old, "x", new)
+        assert re.findall(r"\w+†", filled) == stay and new in filled
+
+
+def test_the_readme_of_the_experiments_is_what_the_scripts_take_and_make(experiments, table):
+    for name in ("noise", "shapes", "cifar"):
+        if (file := HERE / "experiments" / f"{name}.json").exists():
+            results = table.results(json.loads(file.read_text()))
+            assert table.fill(EXPERIMENTS, name, results) == EXPERIMENTS, f"python experiments/table.py {name}"
+    assert len(EXPERIMENTS.splitlines()) <= 300
+    rows = re.findall(r"^\| .* \| (.*) \| (`\w+\.py .*`) \|$", EXPERIMENTS, re.MULTILINE)
+    assert len(rows) >= 35
+    for figures, cell in rows:
+        commands = []
+        for command in re.findall("`(.*?)`", cell):
+            values = zip(*(braces.split(",") for braces in re.findall("{(.*?)}", command)), strict=True)
+            commands += [re.sub("{.*?}", "{}", command).format(*value) for value in values] or [command]
+        assert len(figures.split("; ")) % len(commands) == 0, cell
+        for script, *argv in map(str.split, commands):
+            __import__(script.removesuffix(".py")).parse_args(argv)
+    for flags in ("--entropy-weight 0.5", "--entropy-weight 0.5 --detach"):
+        assert pretrain.parse_args(flags.split()).out + "/last.pt" in EXPERIMENTS
+    others = "detached combine router experts16 expert0 token-detached long-uniform long-coupled".split()
+    for stage, argv in experiments("0", "shapes", *others) + experiments("0", "transfer", camvid="x"):
+        SCRIPTS[stage].parse_args(argv)
