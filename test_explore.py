@@ -2370,7 +2370,7 @@ def table(monkeypatch):
 
 @pytest.fixture
 def experiments(photos, tmp_path):
-    """experiments(SEEDS, SET, ROW ...) -> the commands of run.sh, which are not run: (stage, argv) of each."""
+    """experiments(SEEDS, SET, ROW ...) -> (stage, argv) of each command of run.sh; none is run."""
     log, images = tmp_path / "log", tmp_path / "a folder"
     images.symlink_to(photos)
     (tmp_path / "python").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" "" >> "{log}"\n')
@@ -2392,7 +2392,7 @@ def test_experiments_are_run_measured_and_drawn(experiments, scenes, table, tmp_
     for stage, argv in calls:
         SCRIPTS[stage].main(SCRIPTS[stage].parse_args([*argv, "--batch-size", "8", "--workers", "0"]))
     again = [stage for stage, _ in experiments("0", "cifar", "uniform")]
-    assert again == ["pretrain", "linear", "linear"]      # they find their last.pt; the others are not repeated
+    assert again == ["pretrain", "linear", "linear"]      # they find their last.pt
     for file in tmp_path.glob("the runs/cifar/*/knn.json"):
         random_init = {"checkpoint": "epoch_0000.pt", "top1": 101.0}
         file.write_text(json.dumps([*json.loads(file.read_text()), random_init]))
@@ -2404,14 +2404,15 @@ def test_experiments_are_run_measured_and_drawn(experiments, scenes, table, tmp_
     rows = {(row["row"], row["seed"]): row for row in json.loads((tmp_path / "cifar.json").read_text())}
     assert list(rows) == [("none", 0), *((name, seed) for name in ("uniform", "coupled") for seed in (0, 1)),
                           ("router-2", 0)]
-    coupled, uniform = (np.array([rows[name, seed]["knn"] for seed in (0, 1)]) for name in ("coupled", "uniform"))
-    gain = coupled - uniform
+    coupled = np.array([rows["coupled", seed]["knn"] for seed in (0, 1)])
+    gain = coupled - [rows["uniform", seed]["knn"] for seed in (0, 1)]
     assert (f"| coupled | 2 | {coupled.mean():.1f} ± {coupled.std(ddof=1):.1f} ({gain.mean() + 0.0:+.2f} ± "
             f"{gain.std(ddof=1) / 2 ** 0.5:.2f}) |") in printed
     router = torch.load(tmp_path / "the runs/cifar/router-2-0/last.pt", weights_only=True)["model"]
     assert rows["router-2", 0]["scale"] == pytest.approx(router["loss_router.scale"].item(), rel=1e-5)
     assert max(row["knn"] for row in rows.values()) <= 100      # of last.pt, not of the random initialization
-    assert "ratio" not in rows["none", 0] and rows["uniform", 0]["ratio"] == 1 and rows["coupled", 1]["miou"] >= 0
+    assert "ratio" not in rows["none", 0] and rows["uniform", 0]["ratio"] == 1
+    assert [key for key, row in rows.items() if "miou" in row] == [("coupled", 1)]
     (tmp_path / "the runs" / "cifar").rename(tmp_path / "gone")      # rows of earlier calls stay
     assert table.main(table.parse_args(argv))["cifar"] == printed
     pytest.importorskip("matplotlib")
@@ -2432,7 +2433,7 @@ def test_the_readme_of_the_experiments_is_what_the_scripts_take_and_make(experim
     for name in ("noise", "shapes", "cifar"):
         if (file := HERE / "experiments" / f"{name}.json").exists():
             results = table.results(json.loads(file.read_text()))
-            assert table.fill(EXPERIMENTS, name, results) == EXPERIMENTS, f"python experiments/table.py {name}"
+            assert table.fill(EXPERIMENTS, name, results) == EXPERIMENTS, f"run table.py {name}"
     assert len(EXPERIMENTS.splitlines()) <= 300
     rows = re.findall(r"^\| .* \| (.*) \| (`\w+\.py .*`) \|$", EXPERIMENTS, re.MULTILINE)
     assert len(rows) >= 35

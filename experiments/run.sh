@@ -3,7 +3,7 @@
 # SET is noise, shapes, cifar or, after that, transfer; without a ROW, those of its table. A stopped run
 # resumes, a finished one is not repeated. On more cores: make the teacher (ROW teacher), then start a process
 # for each seed. CIFAR, FULL, CAMVID: the folders of cifar, see README.md. RUNS: where runs go (default: runs).
-# MORE: flags for all trainings. Folders are absolute, or as seen from the repository.
+# MORE: flags of all trainings. Folders are absolute, or as seen from the repository.
 set -e
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
