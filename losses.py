@@ -43,10 +43,9 @@ def pixel_loss(pred: Tensor, images: Tensor, patch_size: int) -> Tensor:
 def routed_mean(loss: Tensor, weight: Tensor) -> Tensor:
     """Eq. 5, the heart of the paper: a weighted mean over each image's patches, then the mean over images.
 
-    loss [B, N], weight [B, N] >= 0 -> scalar. Where `weight` is an expert's dispatch weights, its gradient
-    teaches the router: a patch whose loss is above its image's weighted mean loses weight, one below gains.
-    Dividing by the sum keeps the router from shrinking all weights to make the loss small. An image whose
-    weights are all zero counts as zero.
+    loss [B, N], weight [B, N] >= 0 -> scalar; an image whose weights are all zero counts as zero. The gradient
+    of an expert's dispatch weights teaches the router: a patch whose loss is above its image's weighted mean
+    loses weight, one below gains. Dividing by the sum keeps it from shrinking all weights for a small loss.
     """
     return ((weight * loss).sum(1) / weight.sum(1).clamp_min(torch.finfo(weight.dtype).tiny)).mean()
 
@@ -55,8 +54,7 @@ def patch_weights(routing, expert: int, source: str = "dispatch", detach: bool =
     """The coupling: how much each of the student's patches counts in the loss of `expert`. -> [B, T - 1]
 
     `routing` has a block's `dispatch` and `combine` [B, T, E]; `source` names one of them, or "uniform".
-    Detached weights still weight the loss, but it sends the router no gradient through them: the paper's main
-    ablation. The router then learns from the experts' outputs and the entropy alone.
+    Detached weights still weight the loss, but send the router no gradient: the paper's main ablation.
     """
     if source == "uniform":
         return torch.ones_like(routing.dispatch[:, 1:, 0])
@@ -107,7 +105,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *, objec
     blocks = [blocks] if isinstance(blocks, int) else blocks
     routings = [pred.routing[block] for block in blocks] if pred.routing else []
     tokens, targets, masked = pred.tokens.float(), targets.float(), mask.float()
-    losses, metrics = {}, {}
+    losses, metrics, dense = {}, {}, pred.ids_keep is None
 
     def routed(name: str, loss: Tensor, patches: Tensor, expert: int | None) -> Tensor:
         """A patch loss over `patches`, both [B, N], weighted by `expert`; None: unweighted."""
@@ -123,20 +121,18 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *, objec
         return mean
 
     if "token" in objectives:      # on the patches that a sparse student sees, or that a dense one does not
-        if pred.ids_keep is None:
-            loss = token_loss(tokens[:, 1:], targets[:, 1:])
-            losses["token"] = routed("token", loss, masked, expert=0)
-        else:
-            ids = pred.ids_keep[..., None].expand(-1, -1, targets.shape[-1])
-            loss = token_loss(tokens[:, 1:], targets[:, 1:].gather(1, ids))
-            losses["token"] = routed("token", loss, torch.ones_like(loss), expert=0)
+        target, patches = targets[:, 1:], masked
+        if not dense:
+            target = target.gather(1, pred.ids_keep[..., None].expand(-1, -1, target.shape[-1]))
+            patches = torch.ones_like(pred.ids_keep, dtype=masked.dtype)
+        losses["token"] = routed("token", token_loss(tokens[:, 1:], target), patches, expert=0)
 
     if "cls" in objectives:
         losses["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
 
     if "pixel" in objectives:      # on masked patches, which have no dispatch weight in sparse encoding
         loss = pixel_loss(pred.pixels.float(), images, math.isqrt(pred.pixels.shape[-1] // 3))
-        losses["pixel"] = routed("pixel", loss, masked, expert=1 if pred.ids_keep is None else None)
+        losses["pixel"] = routed("pixel", loss, masked, expert=1 if dense else None)
 
     regularizer = targets.new_zeros(())
     if routings:

@@ -32,7 +32,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Tells how much each token gives to each expert, and takes from it, by scaled cosines (Eq. 4)."""
+    """How much each token gives to each expert, and takes from it, by scaled cosines (Eq. 4)."""
 
     def __init__(self, dim: int, experts: int):
         super().__init__()
@@ -193,7 +193,7 @@ class ViT(nn.Module):
     def forward(self, images, ids_keep=None, mask=None, mask_token=None) -> tuple[Tensor, dict[int, Routing]]:
         """images [B, 3, S, S] -> (tokens [B, T, D] after the final norm, Routing of each MoE block).
 
-        Sparse encoding: ids_keep [B, V] names the patches to process; the tokens follow in that order.
+        Sparse encoding: ids_keep [B, V] names the patches to process, in the order of the tokens.
         Dense encoding: mask [B, N] marks the patches that mask_token [1, 1, D] replaces.
         """
         x, routing = self.embed(images, ids_keep, mask, mask_token), {}
@@ -221,7 +221,7 @@ class ViT(nn.Module):
             x = torch.where(mask[..., None], mask_token.to(x.dtype), x)
         x = x + self.pos_embed[:, 1:]      # before patches are dropped: each still knows where it came from
         if ids_keep is not None:
-            x = gather_patches(x, ids_keep)
+            x = x.gather(1, ids_keep[..., None].expand(-1, -1, x.shape[-1]))      # [B, V, D]
         return torch.cat([(self.cls_token + self.pos_embed[:, :1]).expand(len(x), -1, -1), x], dim=1)
 
 
@@ -238,11 +238,6 @@ def init_weights(module: nn.Module):
     for depth, block in enumerate(getattr(module, "blocks", []), start=1):
         block.attn.proj.weight.div_(math.sqrt(2 * depth))
         (block.mlp.w2 if isinstance(block.mlp, SoftMoE) else block.mlp.fc2.weight).div_(math.sqrt(2 * depth))
-
-
-def gather_patches(x: Tensor, ids: Tensor) -> Tensor:
-    """x [B, N, D], ids [B, V] -> [B, V, D]: of each image, the patches `ids` in that order."""
-    return x.gather(1, ids[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def build_vit(name: str, **overrides) -> ViT:
@@ -284,10 +279,8 @@ class PixelDecoder(nn.Module):
         init_weights(self)
 
     def forward(self, patches: Tensor, ids_keep: Tensor | None, mask: Tensor) -> Tensor:
-        """-> pixels of all patches [B, N, 3 * patch_size ** 2].
-
-        Sparse: patches [B, V, D], those that ids_keep [B, V] names. Dense: all patches [B, N, D], and None.
-        Mask tokens take the place of the others, mask [B, N].
+        """Sparse: patches [B, V, D] that ids_keep [B, V] names. Dense: all [B, N, D], and None. mask [B, N]
+        is where mask tokens stand. -> pixels of all patches [B, N, 3 * patch_size ** 2]
         """
         x = self.embed(patches)
         if ids_keep is not None:
@@ -310,32 +303,30 @@ class Explore(nn.Module):
     """The student: a ViT, one linear head on every token to the teacher's width, and a decoder for pixels.
 
     Sparse encoding processes the visible patches alone, as MAE does. Dense encoding processes all, with a
-    mask token in place of the masked ones, as BEiT does; that token is not part of the encoder.
-    `loss_router`, beyond the paper, adds a router of two experts for the losses alone, on the final tokens.
-    Its Routing follows those of the blocks, under the number len(encoder.blocks).
+    mask token in place of the masked ones, as BEiT does. `loss_router`, beyond the paper, adds a router of
+    two experts for the losses alone, on the final tokens: its Routing has the number len(encoder.blocks).
     """
 
     def __init__(self, encoder: ViT, teacher_dim: int, mask_ratio: float = 0.4, dense: bool = False,
                  pixels: bool = False, loss_router: bool = False):
         super().__init__()
-        self.encoder, self.sparse = encoder, not dense
+        self.encoder, self.dense = encoder, dense
         self.visible = encoder.grid ** 2 - int(mask_ratio * encoder.grid ** 2)
         self.head = nn.Linear(encoder.dim, teacher_dim)
-        self.mask_token = nn.Parameter(torch.empty(1, 1, encoder.dim)) if dense else None
         init_weights(self.head)
-        if dense:
-            nn.init.trunc_normal_(self.mask_token, std=0.02)
+        mask_token = nn.init.trunc_normal_(torch.empty(1, 1, encoder.dim), std=0.02) if dense else None
+        self.mask_token = nn.Parameter(mask_token) if dense else None
         self.decoder = PixelDecoder(encoder) if pixels else None
         self.loss_router = Router(encoder.dim, 2) if loss_router else None
 
     def forward(self, images: Tensor, mask: Tensor) -> Prediction:
         """images [B, 3, S, S]; mask [B, N], the same number of patches masked in each image"""
-        if self.sparse:      # the visible patches come first
-            ids_keep = mask.int().argsort(dim=1, stable=True)[:, :self.visible]
-            tokens, routing = self.encoder(images, ids_keep)
-        else:
+        if self.dense:
             ids_keep = None
             tokens, routing = self.encoder(images, mask=mask, mask_token=self.mask_token)
+        else:      # the visible patches come first
+            ids_keep = mask.int().argsort(dim=1, stable=True)[:, :self.visible]
+            tokens, routing = self.encoder(images, ids_keep)
         if self.loss_router:
             routing[len(self.encoder.blocks)] = self.loss_router.route(tokens)
         pixels = self.decoder(tokens[:, 1:], ids_keep, mask) if self.decoder else None
