@@ -1,7 +1,6 @@
 """Global weights of the objectives: fixed ones, and the paper's baselines GradNorm and RLW. Needs only torch.
 
-Each is a module with one weight per objective, [K]. A step calls `forward` for each of its micro-batches and
-`update` once at its end; the weights are part of the run's checkpoint.
+A step calls `forward`, losses [K] -> weights [K], for each of its micro-batches and `update` once at its end.
 """
 
 import torch
@@ -17,15 +16,14 @@ class FixedWeights(nn.Module):
         self.register_buffer("weights", weights)
 
     def forward(self, step: int, losses: Tensor) -> Tensor:
-        """The weights [K] of the losses [K] of a micro-batch."""
         return self.weights
 
     def update(self):
-        """Ends a step."""
+        pass
 
 
 class RandomLossWeighting(FixedWeights):
-    """RLW: the softmax of normals drawn by (seed, step): the same in every process and when resumed."""
+    """RLW: weights [K], the softmax of normals drawn by (seed, step): any process draws the same."""
 
     def __init__(self, weights: Tensor, seed: int):
         super().__init__(weights)
@@ -52,10 +50,10 @@ class GradNorm(FixedWeights):
         self.collected = []                                                 # [K, loss and gradient] each
 
     def forward(self, step: int, losses: Tensor) -> Tensor:
-        scale = self.scaler.scale(torch.ones_like(losses[0]))               # FP16 would lose small gradients
-        rows = [(scale * loss.detach(), *torch.autograd.grad(scale * loss, self.shared, retain_graph=True))
-                for loss in losses]
-        rows = [torch.cat([part.flatten() for part in row]) for row in rows]
+        scale, rows = self.scaler.scale(torch.ones_like(losses[0])), []     # FP16 would lose small gradients
+        for loss in scale * losses:
+            gradients = torch.autograd.grad(loss, self.shared, retain_graph=True)
+            rows.append(torch.cat([loss.detach()[None], *(gradient.flatten() for gradient in gradients)]))
         self.collected.append(torch.stack(rows) / scale)
         return self.weights
 

@@ -1,7 +1,5 @@
 """Frozen teachers, whose tokens are the targets: open_clip's, timm's, or a checkpoint's."""
 
-import contextlib
-import logging
 from pathlib import Path
 
 import torch
@@ -30,20 +28,6 @@ class Teacher(nn.Module):
         return self.tokens((images.clamp(0, 1).to(self.mean.dtype) - self.mean) / self.std)
 
 
-@contextlib.contextmanager
-def loading(name: str, hint: str = ""):
-    """Gives "random" teachers always the same weights, and turns what a library raises into one line."""
-    logging.disable(logging.ERROR)      # libraries and hubs log what they also raise
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            yield
-    except Exception as error:
-        raise LoadError(f"teacher {name}: {first_line(error)}{hint}") from error
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 class ClipTeacher(Teacher):
     """CLIP's ViT from open_clip: tokens after its last block, before `ln_post` and the projection.
 
@@ -52,21 +36,22 @@ class ClipTeacher(Teacher):
 
     def __init__(self, name: str, pretrained: str, grid: int):
         import open_clip
+        config = open_clip.get_model_config(name) or {"vision_cfg": {}}
+        patch_size = config["vision_cfg"].get("patch_size")      # convolutions and timm's models have none
+        if not patch_size:
+            raise ValueError(f"no such file, and {name} is not one of open_clip's own vision transformers")
         # OpenAI's weights need QuickGELU; with another activation every target would silently be wrong. A tag
         # says so; a file does not: there the model's name has to, as in ViT-B-16-quickgelu.
         quick_gelu = open_clip.get_pretrained_cfg(name, pretrained).get("quick_gelu", False)
-        if name not in open_clip.list_models():
-            raise LoadError(f"teacher {name}/{pretrained}: no such file, and open_clip has no model {name}")
-        patch_size = open_clip.get_model_config(name)["vision_cfg"].get("patch_size") or 1
-        hint = f"; these weights as a file are {name}-quickgelu/FILE" if quick_gelu else ""
-        with loading(f"{name}/{pretrained}", hint):
-            clip = open_clip.create_model(name, None if pretrained == "random" else pretrained,
-                                          force_image_size=grid * patch_size, force_quick_gelu=quick_gelu)
-        visual = clip.visual
-        if not isinstance(visual, open_clip.transformer.VisionTransformer):
-            raise LoadError(f"teacher {name}: it is not a vision transformer with a [CLS] token")
-        mean, std = visual.preprocess_cfg["mean"], visual.preprocess_cfg["std"]
-        super().__init__(grid * patch_size, visual.conv1.out_channels, mean, std)
+        try:
+            visual = open_clip.create_model(name, None if pretrained == "random" else pretrained,
+                                            force_image_size=grid * patch_size,
+                                            force_quick_gelu=quick_gelu).visual
+        except Exception as error:      # no network: the file that is now downloaded by hand needs that name
+            hint = f"; these weights as a file are {name}-quickgelu/FILE" if quick_gelu else ""
+            raise ValueError(first_line(error) + hint) from error
+        preprocess = visual.preprocess_cfg
+        super().__init__(grid * patch_size, visual.conv1.out_channels, preprocess["mean"], preprocess["std"])
         self.visual = visual
 
     def tokens(self, images: Tensor) -> Tensor:
@@ -83,14 +68,11 @@ class TimmTeacher(Teacher):
     def __init__(self, name: str, grid: int):
         import timm
         model, _, weights = name.partition("/")
-        with loading(f"timm/{name}"):
-            vit = timm.create_model(model, pretrained=weights != "random", num_classes=0)
-            if not (hasattr(vit, "set_input_size") and hasattr(vit, "num_prefix_tokens")):
-                raise ValueError("it has no patch tokens on a grid")
-            size = grid * vit.patch_embed.patch_size[0]
-            vit.set_input_size(img_size=(size, size))
-            if vit.patch_embed.num_patches != grid ** 2:      # a hybrid, whose convolutions come first
-                raise ValueError(f"its grid cannot be {grid} x {grid}")
+        vit = timm.create_model(model, pretrained=weights != "random", num_classes=0)
+        if not hasattr(vit, "num_prefix_tokens"):
+            raise ValueError("it has no patch tokens on a grid")
+        size = grid * vit.patch_embed.patch_size[0]
+        vit.set_input_size(img_size=(size, size))
         config = timm.data.resolve_model_data_config(vit)
         super().__init__(size, vit.num_features, config["mean"], config["std"])
         self.vit = vit
@@ -120,11 +102,16 @@ def build_teacher(name: str, grid: int) -> Teacher:
     Raises LoadError.
     """
     if Path(name).is_file():
-        teacher = EncoderTeacher(name, grid)
+        kind, parts = EncoderTeacher, [name]
     elif name.startswith("timm/"):
-        teacher = TimmTeacher(name.removeprefix("timm/"), grid)
+        kind, parts = TimmTeacher, [name.removeprefix("timm/")]
     elif "/" in name:
-        teacher = ClipTeacher(*name.split("/", 1), grid)
+        kind, parts = ClipTeacher, name.split("/", 1)
     else:
         raise LoadError(f"teacher {name}: neither a file nor an open_clip MODEL/PRETRAINED (ViT-B-16/openai)")
-    return teacher.eval().requires_grad_(False)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)      # "random" weights are the same every time
+            return kind(*parts, grid).eval().requires_grad_(False)
+    except Exception as error:      # a library's own, of a dozen kinds
+        raise LoadError(f"teacher {name}: {first_line(error)}") from error
