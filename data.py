@@ -1,8 +1,7 @@
 """Images: data sets, training and evaluation views, block masks, loaders, and what happens on the device.
 
-What is random about a training image (crop, flip, color jitter, mask) is a function of (seed, epoch, index),
-and the order of images one of (seed, epoch): the numbers of workers and processes change nothing. Workers
-decode, crop and resize, and send uint8; `augment` does the rest on the training device.
+What is random about a training image is a function of (seed, epoch, index), the order of images one of (seed,
+epoch): the numbers of workers and processes change nothing. Workers decode, crop and resize, and send uint8.
 """
 
 import functools
@@ -22,6 +21,7 @@ from torchvision.datasets import CIFAR10, DatasetFolder, Food101
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
+from tqdm import tqdm
 
 from common import STOP_SIGNALS, FileError, Machine, Run, UserError, one_after_another
 from model import IMAGENET_MEAN, IMAGENET_STD
@@ -34,16 +34,12 @@ NAMES = "the class or file names in --data"      # what of it a run remembers
 # ------------------------------------------------------------------------------------------------ images
 
 def read_image(path: str | os.PathLike) -> Tensor:
-    """An image file as RGB, uint8 [3, H, W], upright by its EXIF orientation, on white where transparent."""
+    """An image file as RGB, uint8 [3, H, W], upright by its EXIF orientation."""
     try:
         with Image.open(path) as picture:
-            picture = ImageOps.exif_transpose(picture)
             if picture.mode[0] in "IF":      # 16 or 32 bits; Pillow would make white of them
                 raise ValueError(f"mode {picture.mode}, expected 8 bits a channel")
-            if picture.has_transparency_data:
-                picture = picture.convert("RGBA")
-                picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-            return TF.pil_to_tensor(picture.convert("RGB"))
+            return TF.pil_to_tensor(ImageOps.exif_transpose(picture).convert("RGB"))
     except Exception as error:      # a dozen kinds for broken files
         raise FileError(f"cannot read the image {path} ({type(error).__name__}: {error})") from error
 
@@ -52,17 +48,17 @@ class Folder(DatasetFolder):
     """ImageNet's ROOT/{train,val}/CLASS/*.jpg, classes of train/. Index it for (uint8 [3, H, W], label)."""
 
     def __init__(self, root: str, split: str):
-        self.train = os.path.join(root, "train")
+        folder = os.path.join(root, split)
         try:
-            super().__init__(os.path.join(root, split), read_image, IMG_EXTENSIONS, allow_empty=True)
+            super().__init__(folder, read_image, IMG_EXTENSIONS, allow_empty=True)
             if not self.samples:
-                raise FileNotFoundError(f"no image in {os.path.join(root, split)}")
+                raise FileNotFoundError(f"no image in {folder}")
         except OSError as error:
             raise UserError(f"--data {root}: {error}; expected {{train,val}}/CLASS/*.jpg, with a folder for "
                             "each label, or cifar10, food101, shapes (sh demo.sh needs no images)") from error
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
-        classes, indices = super().find_classes(self.train)
+        classes, indices = super().find_classes(os.path.join(os.path.dirname(directory), "train"))
         if unexpected := set(super().find_classes(directory)[0]) - set(classes):
             raise FileNotFoundError(f"class {min(unexpected)!r} of {directory} is not among those of train/")
         return classes, indices
@@ -72,7 +68,7 @@ class Folder(DatasetFolder):
 
 
 class Photos(Dataset):
-    """A file, or the files of a folder without classes. Index it for (uint8 [3, H, W], 0)."""
+    """An image file, or those of a folder without classes. Index it for (uint8 [3, H, W], 0)."""
 
     def __init__(self, path: Path):
         self.paths = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -93,15 +89,12 @@ def torchvision_set(name: str, split: str) -> CIFAR10 | Food101:
     try:
         with one_after_another():
             if name == "cifar10":
-                return CIFAR10("data", train=split == "train", transform=rgb, download=True)
-            return Food101("data", "train" if split == "train" else "test", transform=rgb, download=True)
+                return CIFAR10("data", train=split == "train", transform=TF.pil_to_tensor, download=True)
+            split = "train" if split == "train" else "test"
+            return Food101("data", split, transform=TF.pil_to_tensor, download=True)
     except (OSError, RuntimeError) as error:
         raise UserError(f"--data {name}: torchvision could not download it ({error}); "
                         "give a folder of images instead") from error
-
-
-def rgb(image: Image.Image) -> Tensor:
-    return TF.pil_to_tensor(image.convert("RGB"))
 
 
 def open_images(data: str, split: str, image_size: int, labels: bool = True):
@@ -193,14 +186,17 @@ class TrainViews(Dataset):
 
 
 class CenterViews(Dataset):
-    """Evaluation views of `images`, indexed by index: a dict of image uint8 [3, S, S] and label."""
+    """Evaluation views of `images`, indexed by index: a dict of image uint8 [3, S, S], label and index."""
 
     def __init__(self, images, image_size: int):
         self.images, self.image_size = images, image_size
 
+    def __len__(self):
+        return len(self.images)
+
     def __getitem__(self, index: int) -> dict:
         image, label = self.images[index]
-        return dict(image=center_view(image, self.image_size), label=label)
+        return dict(image=center_view(image, self.image_size), label=label, index=index)
 
 
 # ----------------------------------------------------------------------------------------------- loaders
@@ -221,12 +217,6 @@ def train_order(images: int, batch_size: int, micro_batch: int, seed: int, first
             yield [(epoch, int(index)) for index in micro]
 
 
-def eval_order(images: int, batch_size: int, rank: int = 0, world: int = 1) -> list[range]:
-    """Batches of indices. Process r of w takes every w-th: results are the same, to the bit, for any w."""
-    starts = range(0, images, batch_size)[rank::world]
-    return [range(start, min(start + batch_size, images)) for start in starts]
-
-
 def load(views: Dataset, order, machine: Machine):
     """Yields `order`'s batches of `views` on the machine's device."""
     loader = DataLoader(views, batch_sampler=order, num_workers=machine.workers,
@@ -234,6 +224,13 @@ def load(views: Dataset, order, machine: Machine):
                         generator=torch.Generator())      # not the global one, which belongs to the step
     for batch in loader:
         yield {name: value.to(machine.device, non_blocking=True) for name, value in batch.items()}
+
+
+def eval_batches(views: Dataset, batch_size: int, machine: Machine, what: str = "val"):
+    """This process's batches of `views`, in order: every w-th of w processes, so that any w sees the same."""
+    order = torch.arange(len(views)).split(batch_size)[machine.rank::machine.world]
+    order = tqdm([rows.tolist() for rows in order], what, leave=False, disable=machine.rank > 0)
+    return load(views, order, machine)
 
 
 def ignore_signals(worker: int):
@@ -255,15 +252,13 @@ def train_batches(views: Dataset, images: int, run: Run):
 # -------------------------------------------------------------------------------- on the training device
 
 def augment(batch: dict) -> Tensor:
-    """Flip and color jitter, image by image, with what the workers drew -> images [B, 3, S, S] in [0, 1]."""
+    """Flips images and jitters brightness, contrast and saturation, each image by what was drawn for it.
+
+    A batch of TrainViews: image uint8 [B, 3, S, S], flip [B], jitter [B, 3] -> images [B, 3, S, S] in [0, 1]
+    """
     images = batch["image"] / 255
     images = torch.where(batch["flip"][:, None, None, None], images.flip(-1), images)
-    return color_jitter(images, batch["jitter"])
-
-
-def color_jitter(images: Tensor, factors: Tensor) -> Tensor:
-    """Brightness, contrast, saturation, in this order. images [B, 3, H, W] in [0, 1], factors [B, 3]."""
-    brightness, contrast, saturation = factors[:, :, None, None, None].unbind(1)
+    brightness, contrast, saturation = batch["jitter"][:, :, None, None, None].unbind(1)
     images = (images * brightness).clamp(0, 1)
     mean = gray(images).mean((-2, -1), keepdim=True)
     images = (mean + contrast * (images - mean)).clamp(0, 1)

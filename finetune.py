@@ -5,7 +5,6 @@
 """
 
 import argparse
-import contextlib
 import random
 
 import numpy as np
@@ -15,7 +14,6 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
-from tqdm import tqdm
 
 import common
 import data
@@ -56,7 +54,7 @@ def add_supervised_flags(parser: argparse.ArgumentParser):
 
 def rand_augment(size: int):
     """The release's RandAugment, timm's own: two operations on a PIL image of `size`, each applied with
-    probability 0.5 and a magnitude of its own around 9. It draws from `random` and `numpy.random`.
+    probability 0.5 and a magnitude of its own around 9. It draws from Python's and NumPy's global generators.
     """
     from timm.data.auto_augment import rand_augment_transform  # only supervised training needs it
     mean = tuple(round(255 * value) for value in IMAGENET_MEAN)
@@ -65,33 +63,17 @@ def rand_augment(size: int):
         magnitude_max=9.99))      # at 10, timm posterizes to 0 bits, which newer Pillows refuse
 
 
-@contextlib.contextmanager
-def seeded(rng: np.random.Generator):
-    """Seeds Python's and NumPy's global generators by `rng`, and puts them back as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-    random.seed(int(rng.integers(2 ** 32)))
-    np.random.seed(int(rng.integers(2 ** 32)))
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-def random_erasing(rng: np.random.Generator, image: Tensor, probability: float = 0.25) -> Tensor:
-    """With that probability, noise in a box of 2 to 33 % of the area. uint8 [3, S, S] -> the same."""
+def random_erasing(rng: np.random.Generator, image: Tensor, probability: float = 0.25):
+    """With that probability, noise in a box of 2 to 33 % of the area, as timm's. uint8 [3, S, S], in place"""
     if rng.random() >= probability:
-        return image
+        return
     top, left, h, w = data.random_crop(rng, *image.shape[-2:], scale=(0.02, 1 / 3), ratio=(0.3, 1 / 0.3))
     mean, std = (255 * np.array(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
-    image = image.clone()
     image[:, top:top + h, left:left + w] = torch.from_numpy(rng.normal(mean, std, (3, h, w)).clip(0, 255))
-    return image
 
 
 class StrongViews(data.TrainViews):
-    """TrainViews for supervised training: smaller crops, RandAugment in place of color jitter; `erase` adds
-    random erasing."""
+    """TrainViews with smaller crops, RandAugment for color jitter and, with `erase`, random erasing."""
     scale = (0.08, 1.0)
 
     def __init__(self, images, image_size: int, seed: int, erase: bool = False):
@@ -100,9 +82,11 @@ class StrongViews(data.TrainViews):
 
     def view(self, rng: np.random.Generator, image: Tensor, label: int) -> dict:
         view = super().view(rng, image, label)
-        with seeded(rng):
-            image = TF.pil_to_tensor(self.rand_augment(TF.to_pil_image(view["image"])))
-        image = random_erasing(rng, image) if self.erase else image
+        random.seed(int(rng.integers(2 ** 32)))
+        np.random.seed(int(rng.integers(2 ** 32)))
+        image = TF.pil_to_tensor(self.rand_augment(TF.to_pil_image(view["image"])))
+        if self.erase:
+            random_erasing(rng, image)
         return view | dict(image=image, jitter=np.ones_like(view["jitter"]))
 
 
@@ -124,16 +108,19 @@ class Classifier(nn.Module):
 
 
 @torch.no_grad()
-def accuracy(forward, batches, machine: common.Machine) -> dict[str, float]:
-    """Top-1 and top-5 in percent over all processes; each image counts once. forward: images -> logits"""
-    counts = torch.zeros(3, dtype=torch.float64, device=machine.device)
-    for batch in batches:
+def evaluate(model: nn.Module, features, views: data.CenterViews, machine: common.Machine) -> dict:
+    """Top-1 and top-5 accuracy in percent over all of `views` and all processes"""
+    model.eval()
+    machine.share_buffers(model)
+    hits = torch.zeros(2, dtype=torch.long, device=machine.device)
+    for batch in data.eval_batches(views, 256, machine):
         with machine.autocast():
-            logits = forward(data.normalize(batch["image"] / 255))
-        hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == batch["label"][:, None]
-        counts += torch.stack([hits[:, 0].sum(), hits.sum(), batch["label"].new_tensor(len(logits))])
-    top1, top5, images = machine.sum(counts).tolist()
-    return {"top1": 100 * top1 / images, "top5": 100 * top5 / images}
+            logits = model(features(data.normalize(batch["image"] / 255)))
+        correct = logits.topk(min(5, logits.shape[1]), dim=1).indices == batch["label"][:, None]
+        hits += torch.stack([correct[:, 0].sum(), correct.sum()])
+    model.train()
+    top1, top5 = machine.sum(hits).tolist()
+    return {"top1": 100 * top1 / len(views), "top5": 100 * top5 / len(views)}
 
 
 def fit(args: argparse.Namespace, machine: common.Machine, encoder: ViT, model: nn.Module, images, val,
@@ -146,17 +133,6 @@ def fit(args: argparse.Namespace, machine: common.Machine, encoder: ViT, model: 
     """
     plan, image_size = common.make_plan(args, machine.world, len(images)), encoder.config["image_size"]
     sources = sources | {data.NAMES: data.digest(images, val)}
-
-    def evaluate() -> dict[str, float]:
-        machine.share_buffers(model)
-        order = tqdm(data.eval_order(len(val), 256, machine.rank, machine.world), "val", leave=False,
-                     disable=machine.rank > 0)
-        model.eval()
-        batches = data.load(data.CenterViews(val, image_size), order, machine)
-        scores = accuracy(lambda pixels: model(features(pixels)), batches, machine)
-        model.train()
-        return scores
-
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
     run = common.Run(args, machine, plan, encoder.config, sources, model=model, optimizer=optimizer)
     run.announce(args.checkpoint or "from scratch",
@@ -170,6 +146,7 @@ def fit(args: argparse.Namespace, machine: common.Machine, encoder: ViT, model: 
                            v2.CutMix(alpha=1.0, num_classes=classes)])
     views = (StrongViews(images, image_size, args.seed, erase) if strong
              else data.TrainViews(images, image_size, args.seed))
+    val_views = data.CenterViews(val, image_size)
     batches = data.train_batches(views, len(images), run)
 
     for step in run.steps():
@@ -189,17 +166,15 @@ def fit(args: argparse.Namespace, machine: common.Machine, encoder: ViT, model: 
             run.log.add({"loss": loss.detach()})
 
         run.log.add(common.optimizer_step(optimizer, machine.scaler, args.clip_grad))
-        run.end_step(step, evaluate)                                # log line, best.pt, last.pt, signal
+        run.end_step(step, lambda: evaluate(model, features, val_views, machine))
     return run.report()
 
 
 def main(args: argparse.Namespace) -> dict[str, float]:
     """-> top-1 and top-5 accuracy of the best epoch on val/, in percent"""
-    machine, checkpoint, sources = common.Machine(args), None, {}
-    config = dict(image_size=224, patch_size=args.patch_size or 16, moe_blocks=[])
-    if args.checkpoint:
-        checkpoint = load_checkpoint(args.checkpoint)
-        config = checkpoint["encoder"]
+    machine, sources = common.Machine(args), {}
+    checkpoint = load_checkpoint(args.checkpoint) if args.checkpoint else {}
+    config = checkpoint.get("encoder", dict(image_size=224, patch_size=args.patch_size or 16, moe_blocks=[]))
     image_size, patch_size = args.image_size or config["image_size"], config["patch_size"]
     if image_size % patch_size:
         raise UserError(f"--image-size {image_size} is not a multiple of the patch size {patch_size}")
@@ -212,8 +187,8 @@ def main(args: argparse.Namespace) -> dict[str, float]:
         encoder = load_encoder(checkpoint, grid=image_size // patch_size, **dropouts)
         sources = {"the weights in CHECKPOINT": digest(encoder)}
     else:
-        model = args.model or "vit_base"
-        encoder = build_vit(model, image_size=image_size, patch_size=patch_size, **dropouts)
+        name = args.model or "vit_base"
+        encoder = build_vit(name, image_size=image_size, patch_size=patch_size, **dropouts)
     common.freeze(encoder, recipe)
     classifier = Classifier(encoder, len(images.classes), args.pool).to(machine.device)
     return fit(args, machine, encoder, classifier, images, val, sources, erase=True,

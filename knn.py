@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 import common
 import data
@@ -37,16 +36,14 @@ def extract(encoder: ViT, images, batch_size: int, machine: common.Machine, what
 
     Processes share the batches; the order of the rows does not depend on how many there are.
     """
-    order = data.eval_order(len(images), batch_size, machine.rank, machine.world)
-    bar = tqdm(order, what, unit="batch", leave=False, disable=machine.rank > 0)
-    batches = data.load(data.CenterViews(images, encoder.config["image_size"]), bar, machine)
     features = torch.zeros(len(images), encoder.dim, device=machine.device)
     labels = torch.zeros(len(images), dtype=torch.long, device=machine.device)
-    for rows, batch in zip(order, batches):
+    views = data.CenterViews(images, encoder.config["image_size"])
+    for batch in data.eval_batches(views, batch_size, machine, what):
         with machine.autocast():
             tokens, _ = encoder(data.normalize(batch["image"] / 255))
-        features[rows.start:rows.stop] = F.normalize(tokens[:, 0].float(), dim=1)
-        labels[rows.start:rows.stop] = batch["label"]
+        features[batch["index"]] = F.normalize(tokens[:, 0].float(), dim=1)
+        labels[batch["index"]] = batch["label"]
     return machine.sum(features), machine.sum(labels)      # the other processes' rows are zero here
 
 

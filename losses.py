@@ -43,9 +43,9 @@ def pixel_loss(pred: Tensor, images: Tensor, patch_size: int) -> Tensor:
 def routed_mean(loss: Tensor, weight: Tensor) -> Tensor:
     """Eq. 5, the heart of the paper: a weighted mean over each image's patches, then the mean over images.
 
-    loss [B, N], weight [B, N] >= 0 -> scalar; an image whose weights are all zero counts as zero. The gradient
-    of an expert's dispatch weights teaches the router: a patch whose loss is above its image's weighted mean
-    loses weight, one below gains. Dividing by the sum keeps it from shrinking all weights for a small loss.
+    loss [B, N], weight [B, N] >= 0 -> scalar; an image whose weights are all zero counts as zero. Dispatch
+    weights learn from it: a patch whose loss is above its image's weighted mean loses weight, one below
+    gains. Dividing by the sum keeps the router from shrinking all weights to make the loss small.
     """
     return ((weight * loss).sum(1) / weight.sum(1).clamp_min(torch.finfo(weight.dtype).tiny)).mean()
 

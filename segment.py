@@ -14,10 +14,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
-from tqdm import tqdm
 
 import common
 import data
@@ -43,28 +41,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 # -------------------------------------------------------------------------------------------------- data
 
-class Scenes:
+class Scenes(data.Photos):
     """ADE20K's layout: ROOT/images/SPLIT/NAME.jpg, ROOT/annotations/SPLIT/NAME.png with a class per pixel.
 
     Index it for (uint8 [3, H, W], 0). `annotation(index)` is uint8 [H, W] of classes from 1, 0 is ignored.
     """
 
     def __init__(self, root: str, split: str):
-        files = Path(root, "images", split).glob("*")
-        self.paths = sorted(path for path in files if path.suffix.lower() in IMG_EXTENSIONS)
+        super().__init__(Path(root, "images", split))
         self.annotations = [Path(root, "annotations", split, path.stem + ".png") for path in self.paths]
         if not self.paths:
             raise UserError(f"--data {root}: no image in {root}/images/{split}; expected ADE20K's layout, "
                             f"images/{split}/*.jpg and annotations/{split}/*.png")
-
-    def __len__(self):
-        return len(self.paths)
-
-    def names(self) -> list[str]:
-        return [path.name for path in self.paths]
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return data.read_image(self.paths[index]), 0
 
     def annotation(self, index: int) -> Tensor:
         try:
@@ -259,8 +247,7 @@ def evaluate(model: Segmenter, views: SceneViews, machine: common.Machine) -> di
     machine.share_buffers(model)
     crop, classes, stride = views.crop, views.classes, max(1, round(views.crop * 341 / 512))
     matrix = torch.zeros(classes, classes, dtype=torch.long, device=machine.device)
-    order = data.eval_order(len(views), 1, machine.rank, machine.world)
-    for batch in data.load(views, tqdm(order, "val", leave=False, disable=machine.rank > 0), machine):
+    for batch in data.eval_batches(views, 1, machine):
         with machine.autocast():
             logits = sliding_window(lambda x: resize(model(x)[0].float(), (crop, crop)),
                                     data.normalize(batch["image"] / 255), crop, stride)
@@ -285,8 +272,6 @@ def main(args: argparse.Namespace) -> dict[str, float]:
     classes = args.classes or (11 if drawn else 150)
     views, val_views = SceneViews(scenes, crop, classes, args.seed), SceneViews(val, crop, classes)
     plan = common.make_plan(args, machine.world, len(scenes))
-    if plan.micro_batch == 1:
-        raise UserError("--micro-batch 1: UperNet's BatchNorm needs at least 2 images")
 
     common.seed_everything(args.seed)
     dropouts = dict(drop_path=args.drop_path, expert_dropout=expert_dropout)
