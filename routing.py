@@ -226,7 +226,8 @@ def draw_figures(models: list[dict], tensors: list[dict], out: Path):
             values = np.array([np.atleast_1d(row[name]) for row in numbers["blocks"]])      # [blocks, E or 1]
             experts = numbers["shown"] if values.shape[1] > 1 else [0]
             labels = [f"{numbers['name']}, expert {e}" for e in experts]
-            axis.plot(blocks, values[:, experts], style, label=labels)
+            color = "black" if name == "silhouette" else None      # it is of no expert
+            axis.plot(blocks, values[:, experts], style, color=color, label=labels)
         axis.set(title=title, xlabel="block", xticks=blocks)
     figure.axes[1].legend(fontsize=7)
     figure.savefig(out / "blocks.png", dpi=90)
@@ -236,8 +237,8 @@ def draw_figures(models: list[dict], tensors: list[dict], out: Path):
     for i, (numbers, (weight, loss)) in enumerate(shown, start=1):
         axis = figure.add_subplot(1, len(shown), i)
         axis.scatter(weight, loss, s=2, alpha=0.25)
-        slope, intercept = np.polyfit(weight, loss, 1)
-        axis.axline((0, intercept), slope=slope, color="black", linestyle="--", linewidth=1)
+        slope, _ = np.polyfit(weight, loss, 1)      # the line goes through the means
+        axis.axline((weight.mean(), loss.mean()), slope=slope, color="black", linestyle="--", linewidth=1)
         axis.set(title=f"{numbers['name']}: r = {numbers['correlation']:.3f}", ylabel="token loss",
                  xlabel="expert 0's dispatch weight / uniform weight")
     if shown:
