@@ -94,11 +94,10 @@ def convert_foreign(file: dict) -> dict:
     return {"model": {f"encoder.{name}": x for name, x in state.items()}, "encoder": config, "args": {}}
 
 
-def load_encoder(source: str | Path | dict, grid: int | None = None, **dropouts) -> ViT:
+def load_encoder(source: str | Path | dict, grid: int | None = None, drop_path: float = 0.0) -> ViT:
     """The encoder of a checkpoint file, or of what `load_checkpoint` returned. Raises LoadError.
 
-    `grid` resizes its position embeddings to as many patches a side; `dropouts` are ViT's drop_path and
-    expert_dropout.
+    `grid` resizes its position embeddings to as many patches a side.
     """
     checkpoint = source if isinstance(source, dict) else load_checkpoint(source)
     config, path = dict(checkpoint["encoder"]), checkpoint["path"]
@@ -109,7 +108,7 @@ def load_encoder(source: str | Path | dict, grid: int | None = None, **dropouts)
     if grid is not None and "pos_embed" in state:
         config["image_size"] = grid * config["patch_size"]
         state["pos_embed"] = resize_pos_embed(state["pos_embed"], grid)
-    encoder = ViT(**config, **dropouts)
+    encoder = ViT(**config, drop_path=drop_path)
     try:
         encoder.load_state_dict(state)
     except RuntimeError as error:

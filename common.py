@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from checkpoint import LoadError, first_line, load_checkpoint
+from model import ViT
 
 # Flags that may change when a run resumes: they say where, how fast or how long it works, not what it
 # computes. --amp can save a run whose numbers went wrong; of data and CHECKPOINT, the contents must stay.
@@ -329,23 +330,21 @@ def layerwise_lr(depth: int, decay: float):
     return scale
 
 
-def choose_recipe(args: argparse.Namespace, has_experts: bool) -> tuple[list[str], float]:
-    """What --recipe means for this checkpoint -> (recipes, expert dropout)"""
-    recipe, dropout = args.recipe or (["fr", "fa", "exd"] if has_experts else ["none"]), args.expert_dropout
+def apply_recipe(args: argparse.Namespace, encoder: ViT):
+    """FR freezes each router's phi and scale, FA each attention's qkv and projection, ExD drops experts."""
+    moes = [encoder.blocks[i].mlp for i in encoder.moe_blocks]
+    recipe = args.recipe or (["fr", "fa", "exd"] if moes else ["none"])
     if "none" in recipe and len(recipe) > 1:
         raise UserError(f"--recipe {' '.join(recipe)}: none excludes the others")
-    if not has_experts and {"fr", "exd"} & set(recipe):
+    if not moes and {"fr", "exd"} & set(recipe):
         raise UserError(f"--recipe {' '.join(recipe)}: {args.checkpoint or 'the model'} has no experts")
-    if dropout is not None and "exd" not in recipe:
+    if args.expert_dropout is not None and "exd" not in recipe:
         raise UserError("--expert-dropout needs --recipe exd")
-    return recipe, 0.0 if "exd" not in recipe else 0.4 if dropout is None else dropout
-
-
-def freeze(encoder: nn.Module, recipe: list[str]):
-    """FR freezes each router's phi and scale, FA each attention's qkv and projection."""
     for name, parameter in encoder.named_parameters():
         routing, attention = name.endswith(("mlp.phi", "mlp.scale")), ".attn." in name
         parameter.requires_grad_(not ("fr" in recipe and routing or "fa" in recipe and attention))
+    for moe in moes if "exd" in recipe else ():
+        moe.dropout = 0.4 if args.expert_dropout is None else args.expert_dropout
 
 
 # --------------------------------------------------------------------------------------------------- run
@@ -422,6 +421,8 @@ class Run:
                  sources: dict[str, str], **parts):
         self.args, self.machine, self.plan, self.folder = args, machine, plan, Path(args.out)
         self.parts = parts | {"scaler": machine.scaler}
+        if plan.micro_batch == 1 and any("running_var" in name for name, _ in parts["model"].named_buffers()):
+            raise UserError("--micro-batch 1: BatchNorm needs at least 2 images")
         self.description = {"encoder": encoder, "args": vars(args), "sources": sources}
         self.best, self.line, self.skipped, self.signals = {}, {}, 0, []
         self.saved_at, self.good = time.monotonic(), "nothing was saved yet"

@@ -34,12 +34,16 @@ NAMES = "the class or file names in --data"      # what of it a run remembers
 # ------------------------------------------------------------------------------------------------ images
 
 def read_image(path: str | os.PathLike) -> Tensor:
-    """An image file as RGB, uint8 [3, H, W], upright by its EXIF orientation."""
+    """An image file as RGB, uint8 [3, H, W], upright by its EXIF orientation, on white where transparent."""
     try:
         with Image.open(path) as picture:
             if picture.mode[0] in "IF":      # 16 or 32 bits; Pillow would make white of them
                 raise ValueError(f"mode {picture.mode}, expected 8 bits a channel")
-            return TF.pil_to_tensor(ImageOps.exif_transpose(picture).convert("RGB"))
+            picture = ImageOps.exif_transpose(picture)
+            if picture.has_transparency_data:
+                picture = picture.convert("RGBA")
+                picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+            return TF.pil_to_tensor(picture.convert("RGB"))
     except Exception as error:      # a dozen kinds for broken files
         raise FileError(f"cannot read the image {path} ({type(error).__name__}: {error})") from error
 

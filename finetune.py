@@ -174,22 +174,20 @@ def main(args: argparse.Namespace) -> dict[str, float]:
     """-> top-1 and top-5 accuracy of the best epoch on val/, in percent"""
     machine, sources = common.Machine(args), {}
     checkpoint = load_checkpoint(args.checkpoint) if args.checkpoint else {}
-    config = checkpoint.get("encoder", dict(image_size=224, patch_size=args.patch_size or 16, moe_blocks=[]))
+    config = checkpoint.get("encoder", dict(image_size=224, patch_size=args.patch_size or 16))
     image_size, patch_size = args.image_size or config["image_size"], config["patch_size"]
     if image_size % patch_size:
         raise UserError(f"--image-size {image_size} is not a multiple of the patch size {patch_size}")
-    recipe, expert_dropout = common.choose_recipe(args, has_experts=bool(config["moe_blocks"]))
     images, val = (data.open_images(args.data, split, image_size) for split in ("train", "val"))
 
     common.seed_everything(args.seed)
-    dropouts = dict(drop_path=args.drop_path, expert_dropout=expert_dropout)
     if checkpoint:
-        encoder = load_encoder(checkpoint, grid=image_size // patch_size, **dropouts)
+        encoder = load_encoder(checkpoint, grid=image_size // patch_size, drop_path=args.drop_path)
         sources = {"the weights in CHECKPOINT": digest(encoder)}
     else:
-        name = args.model or "vit_base"
-        encoder = build_vit(name, image_size=image_size, patch_size=patch_size, **dropouts)
-    common.freeze(encoder, recipe)
+        encoder = build_vit(args.model or "vit_base", image_size=image_size, patch_size=patch_size,
+                            drop_path=args.drop_path)
+    common.apply_recipe(args, encoder)
     classifier = Classifier(encoder, len(images.classes), args.pool).to(machine.device)
     return fit(args, machine, encoder, classifier, images, val, sources, erase=True,
                lr_scale=common.layerwise_lr(len(encoder.blocks), args.layer_decay))

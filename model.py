@@ -133,11 +133,11 @@ class DropPath(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block; the MLP is a SoftMoE if experts > 0. `layer_scale` None: no LayerScale."""
 
-    def __init__(self, dim, heads, experts=0, drop_path=0.0, expert_dropout=0.0, layer_scale=0.1):
+    def __init__(self, dim, heads, experts=0, drop_path=0.0, layer_scale=0.1):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(dim, eps=1e-6), nn.LayerNorm(dim, eps=1e-6)
         self.attn = Attention(dim, heads)
-        self.mlp = SoftMoE(dim, experts, 4 * dim, expert_dropout) if experts else Mlp(dim, 4 * dim)
+        self.mlp = SoftMoE(dim, experts, 4 * dim) if experts else Mlp(dim, 4 * dim)
         self.ls1 = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
         self.ls2 = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
         self.drop_path = DropPath(drop_path)
@@ -168,7 +168,7 @@ class ViT(nn.Module):
     recompute = False
 
     def __init__(self, image_size: int, patch_size: int, dim: int, depth: int, heads: int, experts: int = 0,
-                 moe_blocks: list[int] | None = None, drop_path: float = 0.0, expert_dropout: float = 0.0):
+                 moe_blocks: list[int] | None = None, drop_path: float = 0.0):
         super().__init__()
         if image_size % patch_size:
             raise ValueError(f"image size {image_size} is not a multiple of patch size {patch_size}")
@@ -185,7 +185,7 @@ class ViT(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
         self.pos_embed = nn.Parameter(torch.empty(1, 1 + self.grid ** 2, dim))
         rates = [drop_path * i / max(depth - 1, 1) for i in range(depth)]
-        self.blocks = nn.ModuleList(Block(dim, heads, experts if i in moe_blocks else 0, rate, expert_dropout)
+        self.blocks = nn.ModuleList(Block(dim, heads, experts if i in moe_blocks else 0, rate)
                                     for i, rate in enumerate(rates))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         init_weights(self)

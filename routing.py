@@ -183,33 +183,38 @@ def report(numbers: dict):
 
 # ---------------------------------------------------------------------------------------------- pictures
 
-def colored(weights: Tensor, low: float, high: float) -> Tensor:
-    """weights [M, N] -> colors [M, 3, TILE, TILE] in [0, 1], blue at `low`, red at `high`"""
-    at, grid = np.linspace(low, high, len(COLORS)), math.isqrt(weights.shape[1])
-    channels = np.stack([np.interp(weights, at, channel) for channel in zip(*COLORS)], axis=1)
-    return F.interpolate(torch.from_numpy(channels).float().unflatten(2, (grid, grid)), TILE)
+def colored(values: Tensor, low: float, high: float) -> Tensor:
+    """values [..., H, W] -> colors [..., 3, H, W] in [0, 1], blue at `low`, red at `high`"""
+    at = np.linspace(low, high, len(COLORS))
+    channels = np.stack([np.interp(values, at, channel) for channel in zip(*COLORS)], axis=-3)
+    return torch.from_numpy(channels).float()
 
 
 def heatmaps(pixels: Tensor, models: list[tuple[str, Tensor, list[int]]]) -> Image.Image:
     """A row of images, then a row for each model's experts: dispatch weights over the image, red is high.
 
     pixels [M, 3, S, S] in [0, 1]; of each model its name, weights [M, N, E] in units of the uniform weight,
-    and the experts to show. Colors span the 1st to the 99th percentile of a model's weights, which the margin
-    names: a few extreme patches would dull the rest.
+    and the experts to show. Colors span the 1st to the 99th percentile of a model's weights, as the scale in
+    the margin says: a few extreme patches would dull the rest.
     """
-    images = F.interpolate(pixels, TILE, mode="bicubic", antialias=True).clamp(0, 1)
+    images, scales = F.interpolate(pixels, TILE, mode="bicubic", antialias=True).clamp(0, 1), [None]
     rows, titles = [images], ["image"]
     for name, weights, experts in models:
         low, high = np.quantile(weights[..., experts], (0.01, 0.99))
+        grid = math.isqrt(weights.shape[1])
         for expert in experts:
-            rows.append(0.65 * colored(weights[..., expert], low, high) + 0.35 * data.gray(images))
-            titles.append(f"{name}\nexpert {expert}\n{low:.2f} to {high:.2f}\nx uniform".replace("/", "\n"))
+            maps = colored(weights[..., expert].unflatten(1, (grid, grid)), low, high)
+            rows.append(0.65 * F.interpolate(maps, TILE) + 0.35 * data.gray(images))
+            titles.append(f"{name}\nexpert {expert}\n\n{low:.2f} to {high:.2f}\nx uniform".replace("/", "\n"))
+            scales.append(colored(torch.linspace(low, high, MARGIN - 12).expand(8, -1), low, high))
     grid = to_pil_image(make_grid(torch.cat(rows), nrow=len(images), padding=GAP, pad_value=1.0))
     canvas = Image.new("RGB", (MARGIN + grid.width, grid.height), "white")
     canvas.paste(grid, (MARGIN, 0))
-    for row, title in enumerate(titles):
-        at = (MARGIN - 4, GAP + TILE / 2 + row * (TILE + GAP))
-        ImageDraw.Draw(canvas).multiline_text(at, title, fill="black", anchor="rm", align="right")
+    for row, (title, scale) in enumerate(zip(titles, scales)):
+        middle = GAP + TILE // 2 + row * (TILE + GAP)
+        ImageDraw.Draw(canvas).multiline_text((MARGIN - 4, middle), title, "black", anchor="rm", align="right")
+        if scale is not None:
+            canvas.paste(to_pil_image(scale), (8, middle))
     return canvas
 
 
@@ -239,6 +244,7 @@ def draw_figures(models: list[dict], tensors: list[dict], out: Path):
         axis.scatter(weight, loss, s=2, alpha=0.25)
         slope, _ = np.polyfit(weight, loss, 1)      # the line goes through the means
         axis.axline((weight.mean(), loss.mean()), slope=slope, color="black", linestyle="--", linewidth=1)
+        axis.locator_params(axis="x", nbins=5)      # more ticks would overlap where weights hardly vary
         axis.set(title=f"{numbers['name']}: r = {numbers['correlation']:.3f}", ylabel="token loss",
                  xlabel="expert 0's dispatch weight / uniform weight")
     if shown:

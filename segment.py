@@ -263,7 +263,6 @@ def main(args: argparse.Namespace) -> dict[str, float]:
     crop, patch_size = args.crop_size, checkpoint["encoder"]["patch_size"]
     if crop % patch_size:
         raise UserError(f"--crop-size {crop} is not a multiple of the patch size {patch_size}")
-    recipe, expert_dropout = common.choose_recipe(args, bool(checkpoint["encoder"]["moe_blocks"]))
     drawn = args.data in ("shapes", "shapes-noise")
     if drawn:
         scenes, val = (data.open_images(args.data, split, crop) for split in ("train", "val"))
@@ -274,9 +273,8 @@ def main(args: argparse.Namespace) -> dict[str, float]:
     plan = common.make_plan(args, machine.world, len(scenes))
 
     common.seed_everything(args.seed)
-    dropouts = dict(drop_path=args.drop_path, expert_dropout=expert_dropout)
-    encoder = load_encoder(checkpoint, grid=crop // patch_size, **dropouts)
-    common.freeze(encoder, recipe)
+    encoder = load_encoder(checkpoint, grid=crop // patch_size, drop_path=args.drop_path)
+    common.apply_recipe(args, encoder)
     sources = {"the weights in CHECKPOINT": digest(encoder), data.NAMES: data.digest(scenes, val)}
     model = Segmenter(encoder, classes, args.width).to(machine.device)
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999),

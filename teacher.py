@@ -73,6 +73,8 @@ class TimmTeacher(Teacher):
             raise ValueError("it has no patch tokens on a grid")
         size = grid * vit.patch_embed.patch_size[0]
         vit.set_input_size(img_size=(size, size))
+        if vit.patch_embed.num_patches != grid ** 2:      # a hybrid, whose convolutions come first
+            raise ValueError(f"its grid cannot be {grid} x {grid}")
         config = timm.data.resolve_model_data_config(vit)
         super().__init__(size, vit.num_features, config["mean"], config["std"])
         self.vit = vit
