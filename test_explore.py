@@ -16,6 +16,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -2361,6 +2362,142 @@ def test_heatmaps_show_the_most_and_the_least_used_of_many_experts():
 
 
 # ----------------------------------------------------------------------------------- README, demo, experiments
+
+FENCES = re.findall(r"([^\n]*)\n+```(\w*)\n(.*?)```", README, re.S)      # line before, language, content
+PYTHON = [(before, code) for before, language, code in FENCES if language == "python"]
+
+
+def test_the_readme_fits_on_230_lines_of_120_columns_and_its_links_lead_somewhere():
+    lines = README.splitlines()
+    assert len(lines) <= 230 and not [line for line in lines if len(line) > 120 and line[0] != "|"]
+    anchors = {"#" + re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
+               for line in lines if line.startswith("#")}
+    for link in re.findall(r"\]\(([^)]+)\)", README):
+        assert link.startswith("https://") or link in anchors or (HERE / link).exists(), link
+
+
+def test_what_the_readme_quotes_is_the_source():
+    quotes = [(re.search(r"From `(\w+\.py)`:$", before), code) for before, code in PYTHON]
+    assert sum(file is not None for file, _ in quotes) == 2
+    for file, code in quotes:
+        if file:
+            source = iter([line.strip() for line in (HERE / file[1]).read_text("utf-8").splitlines()])
+            for line in code.splitlines():
+                assert line.strip() in source, f"{file[1]} does not have, or not in this order: {line}"
+
+
+def test_the_readmes_python_runs_as_printed(tmp_path, monkeypatch):
+    import timm
+    monkeypatch.chdir(tmp_path)
+    tensorboard, names = Mock(), {}
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    monkeypatch.setattr(torch.utils, "tensorboard", tensorboard, raising=False)
+    for run in ("demo", "plain"):
+        Path("runs", run).mkdir(parents=True)
+    write_checkpoint("runs/demo/last.pt", experts=2)
+    Path("runs/demo/log.jsonl").write_text('{"step": 20, "token": 0.5, "entropy": [1.0]}\n')
+    torch.save(model.build_vit("vit_tiny").state_dict(), "runs/plain/last.pt")
+    Image.fromarray(Shapes("val", 60)[0][0].permute(1, 2, 0).numpy()).save("photo.jpg")
+    for before, code in PYTHON:
+        if "From `" not in before:
+            exec(code, names)
+    assert names["logits"].shape == (1, 10) and names["losses"].isfinite().all()
+    assert names["router"].phi.grad.abs().max() > 0 and names["student"].encoder.pos_embed.grad is None
+    assert tensorboard.SummaryWriter().add_scalar.call_args_list == [(("token", 0.5, 20),)]
+    theirs, images = names["vit"].eval(), torch.rand(1, 3, 224, 224)
+    config = timm.data.resolve_model_data_config(theirs)
+    assert (config["mean"], config["std"]) == (model.IMAGENET_MEAN, model.IMAGENET_STD)
+    ours = checkpoint.load_encoder("runs/plain/last.pt").eval()(images)[0]
+    assert torch.allclose(theirs.forward_features(images), ours, atol=1e-4)
+
+
+def stand_in(folder, name, script):
+    """A shell script in the place of a program -> the environment in which it is found first."""
+    (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+    (folder / name).chmod(0o755)
+    return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_printed_commands_are_ones_that_the_scripts_take(tmp_path, capsys):
+    """Of the README, with the flags in its prose; of demo.sh, whose python writes down its arguments."""
+    environment = stand_in(tmp_path, "python", 'echo "python $*" >> commands')
+    subprocess.run(["sh", HERE / "demo.sh", "--epochs", "8"], cwd=tmp_path, check=True, env=environment)
+    demo, scripts = (tmp_path / "commands").read_text(), {}
+    assert len(demo.splitlines()) == 4 and "--out runs/demo --epochs 8" in demo
+    text = README.replace('"$out"\'', "runs/a") + demo
+    for script, argv in re.findall(r"\b(?:python|torchrun [^`\n]*?) (\w+)\.py((?: +[^`#|\s]+)*)", text):
+        scripts[script] = globals()[script].parse_args
+        scripts[script](argv.split())
+    assert len(scripts) == 6
+    for parse_args in scripts.values():
+        with pytest.raises(SystemExit):
+            parse_args(["--help"])
+    flags = {"--gpus-per-task", "--signals-to-handle", *re.findall("--[a-z-]+", capsys.readouterr().out)}
+    assert set(re.findall("`(--[a-z-]+)", README)) <= flags
+
+
+def test_an_objective_is_added_in_two_lines_as_the_readme_says():
+    two, = re.findall(r"`(if \"mine\".*?)` and `(losses\[\"mine\"\] .*?)`", " ".join(README.split()))
+    before, source = "    regularizer = targets.new_zeros", (HERE / "losses.py").read_text("utf-8")
+    assert source.count(before) == 1
+    source = source.replace(before, f"    {two[0]}\n        {two[1]}\n{before}")
+    exec(compile(source, "losses.py", "exec"), names := {"mine": losses.token_loss})
+    pred = model.Prediction(randn(2, 5, 6), None, {3: model.Routing(rand(2, 5, 2), rand(2, 5, 2))}, None)
+    found, _, metrics = names["explore_losses"](pred, randn(2, 5, 6), None, torch.ones(2, 4) > 0,
+                                                objectives=("token", "mine"))
+    assert found[0] != found[1] and "mine_ratio" in metrics      # expert 0 weights one, expert 1 the other
+
+
+@needs_loopback
+def test_the_cluster_script_requeues_after_the_signal_alone(stage, tmp_path):
+    """With four processes, and stand-ins for Slurm's programs; not after the end, not after an error."""
+    script, = [code for _, language, code in FENCES if language == "bash"]
+    script = script.replace("/shared/a", str(tmp_path / "a")).replace("epoch_0300", "epoch_0002")
+    fault = "step == 3 and rank == '1' and 'SIGNAL' in os.environ and os.kill(os.getpid(), signal.SIGUSR1)"
+    toy = shlex.join([sys.executable, str(driver(tmp_path, fault)), *stage("pretrain", "--drop-path 0")])
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    stand_in(programs, "python", f'[ -z "$ERROR" ] || exit 2\nshift\nexec {toy} "$@"')
+    stand_in(programs, "scontrol", f'[ $1 = show ] && echo 127.0.0.1 || echo "$@" >> {tmp_path}/requeued')
+    environment = stand_in(programs, "srun", """
+while [[ $1 == --* ]]; do shift; done
+for ((i = 0; i < SLURM_NTASKS; i++)); do SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & jobs+=($!); done
+for job in ${jobs[@]}; do wait $job || code=$?; done
+exit ${code:-0}""")
+    environment |= dict(SLURM_JOB_ID=str(os.getpid()), SLURM_CPUS_PER_TASK="1", SLURM_JOB_NODELIST="n")
+    requeued = tmp_path / "requeued"
+
+    def submit(tasks, **variables):
+        job = subprocess.Popen(["bash", "-c", script], cwd=HERE, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True, env=environment | {"SLURM_NTASKS": str(tasks)} | variables)
+        try:
+            print(job.communicate(timeout=300)[1])
+        finally:
+            kill_tree(job.pid)
+        return job.returncode
+    assert submit(4, ERROR="1") == 2 and not requeued.exists()
+    assert submit(4, SIGNAL="1") == 0 and requeued.read_text() == f"requeue {os.getpid()}\n"
+    assert checkpoint.load_checkpoint(tmp_path / "a/last.pt")["step"] == 3
+    requeued.unlink()
+    assert submit(1) == 0 and not requeued.exists()
+    assert checkpoint.load_checkpoint(tmp_path / "a/last.pt")["step"] == 8
+
+
+def test_memory_counts_what_autograd_saves_each_storage_once_and_no_parameter(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(HERE / "experiments")
+    import memory
+    layer, x = nn.Linear(8, 16), torch.rand(4, 8, requires_grad=True)
+    own = list(layer.parameters())
+    once = 2 * 4 * 8 + 2 * 8 * 16                            # fp16 copies of the input and of the weight
+    assert memory.saved_bytes(lambda: layer(x), own) == once
+    assert memory.saved_bytes(lambda: F.gelu(layer(x)), own) == once + 2 * 4 * 16
+    assert memory.saved_bytes(lambda: (x * x, x.view(-1) * x.view(-1), x[0] * layer.weight), own) == 4 * 4 * 8
+    memory.main(["--model", "vit_tiny", "--image-size", "64", "--objective", "token"])
+    rows = [[float(cell.split()[0]) for cell in row.split("|")[1:-1]]
+            for row in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == [0, 2, 64] and all(0 < row[5] < row[4] for row in rows)
+    assert rows[2][2] == pytest.approx(16e6 * rows[2][1] / 2 ** 30, abs=0.06)
+
 
 EXPERIMENTS = (HERE / "experiments" / "README.md").read_text("utf-8")
 

@@ -1,12 +1,13 @@
-"""What a step of pretraining keeps for its backward pass, counted without a GPU and without the memory itself.
+"""What a step of pretraining keeps for its backward pass, counted without a GPU and without that memory.
 
     python experiments/memory.py                                      # ViT-B/16 with 0, 2 and 64 experts
     python experiments/memory.py --model vit_large --encoding dense   # any flags of pretrain.py
 
-Tensors are PyTorch's fake ones: they have a shape, a precision and a storage, but no values. A hook sees each tensor
-that autograd saves; a storage counts once, a parameter not at all. Precision is fp16, in which CPUs take the same
-`scaled_dot_product_attention` as GPUs: it keeps queries, keys, values, outputs and one number for each row, not the
-T x T weights. Not counted: what an operation needs while it runs, the teacher, torch.compile (which keeps less).
+A hook sees each tensor that autograd saves. A storage counts once, a parameter not at all. The tensors are
+PyTorch's fake ones, with a shape and a storage but no values. Precision is fp16: there, CPUs take the same
+`scaled_dot_product_attention` as GPUs, which saves queries, keys, values, outputs and one number for each row
+instead of the T x T weights. Not counted: what an operation needs while it runs, and the teacher. Without
+torch.compile, which saves less.
 """
 
 import sys
@@ -17,26 +18,27 @@ from torch._subclasses import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import pretrain      # noqa: E402
-from losses import explore_losses      # noqa: E402
-from model import Explore, build_vit      # noqa: E402
+import pretrain
+from losses import explore_losses
+from model import Explore, build_vit
 
 
 def saved_bytes(forward, parameters) -> int:
-    """Bytes of the storages that autograd saves in `forward()`, without those of the parameters."""
-    storages = {}
+    """Bytes of the storages that autograd saves in `forward()`, but for those of `parameters`."""
+    saved = {}
 
     def pack(x):
-        storages[x.untyped_storage()._cdata] = x.untyped_storage()      # holding it keeps the address its own
+        saved[x.untyped_storage()._cdata] = x.untyped_storage()      # held, so that its address stays its own
         return x
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), torch.autocast("cpu", torch.float16):
-        result = forward()      # noqa: F841      # alive until all is counted
-    own = {p.untyped_storage()._cdata for p in parameters}
-    return sum(storage.nbytes() for address, storage in storages.items() if address not in own)
+        output = forward()
+    own = {parameter.untyped_storage()._cdata for parameter in parameters}
+    del output      # not before: what it holds is counted
+    return sum(storage.nbytes() for address, storage in saved.items() if address not in own)
 
 
 def count(args) -> tuple[int, int, int]:
-    """-> parameters of the student; bytes kept for each image, and once for a step, whatever its images"""
+    """-> the student's parameters; bytes kept for each image; bytes kept once, for any number of images"""
     grid, objectives, kept = args.image_size // args.patch_size, args.objective.split("_"), []
     with torch.device("meta"):
         encoder = build_vit(args.model, image_size=args.image_size, patch_size=args.patch_size,
@@ -46,32 +48,37 @@ def count(args) -> tuple[int, int, int]:
     encoder.recompute = args.recompute
     with FakeTensorMode(allow_non_fake_inputs=True):
         student.to_empty(device="cpu")
+        parameters = list(student.parameters())
         for images in (8, 16):
-            pixels, mask = torch.rand(images, 3, args.image_size, args.image_size), torch.zeros(images, grid ** 2) > 0
+            pixels = torch.rand(images, 3, args.image_size, args.image_size)
+            mask = torch.ones(images, grid ** 2, dtype=torch.bool)
             targets = torch.rand(images, 1 + grid ** 2, 768).half()
 
             def step(pixels=pixels, mask=mask, targets=targets):
                 pred = student(pixels, mask)
                 with torch.autocast("cpu", enabled=False):
-                    losses, regularizer, _ = explore_losses(pred, targets, pixels, mask, objectives=objectives)
+                    losses, regularizer, _ = explore_losses(pred, targets, pixels, mask,
+                                                            objectives=objectives)
                 return losses.sum() + regularizer
-            kept.append(saved_bytes(step, student.parameters()))
-            if args.recompute:      # the backward pass computes one block at a time again
-                tokens = encoder.embed(pixels, torch.zeros(images, student.visible).long() if student.sparse else None)
-                kept[-1] += max(saved_bytes(lambda block=block, x=tokens: block(x), student.parameters())
+            kept.append(saved_bytes(step, parameters))
+            if args.recompute:      # and what the backward pass computes again, one block at a time
+                ids = torch.zeros(images, student.visible, dtype=torch.long) if student.sparse else None
+                tokens = encoder.embed(pixels, ids)
+                kept[-1] += max(saved_bytes(lambda block=block, x=tokens: block(x), parameters)
                                 for block in encoder.blocks)
-    per_image = (kept[1] - kept[0]) // 8
-    return sum(p.numel() for p in student.parameters()), per_image, kept[0] - 8 * per_image
+    each = (kept[1] - kept[0]) // 8
+    return sum(parameter.numel() for parameter in parameters), each, kept[0] - 8 * each
 
 
 def main(argv: list[str]):
-    print("| experts | parameters | with AdamW | fp16 copies | each image | each image, `--recompute` |\n|" + "---|" * 6)
+    print("| experts | parameters | weights, gradients, AdamW | fp16 copies | each image | `--recompute` |")
+    print("|---|---|---|---|---|---|")
     for experts in ("0", "2", "64"):
         flags = [*argv, "--experts", experts]
-        parameters, image, once = count(pretrain.parse_args(flags))
+        parameters, each, once = count(pretrain.parse_args(flags))
         _, recomputed, _ = count(pretrain.parse_args([*flags, "--recompute"]))
-        print(f"| {experts} | {parameters / 1e6:.0f} M | {16 * parameters / 2 ** 30:.1f} GiB | {once / 2 ** 30:.1f} GiB "
-              f"| {image / 2 ** 20:.1f} MiB | {recomputed / 2 ** 20:.1f} MiB |")
+        print(f"| {experts} | {parameters / 1e6:.0f} M | {16 * parameters / 2 ** 30:.1f} GiB "
+              f"| {once / 2 ** 30:.1f} GiB | {each / 2 ** 20:.1f} MiB | {recomputed / 2 ** 20:.1f} MiB |")
 
 
 if __name__ == "__main__":
