@@ -212,7 +212,8 @@ def heatmaps(pixels: Tensor, models: list[tuple[str, Tensor, list[int]]]) -> Ima
     canvas.paste(grid, (MARGIN, 0))
     for row, (title, scale) in enumerate(zip(titles, scales)):
         middle = GAP + TILE // 2 + row * (TILE + GAP)
-        ImageDraw.Draw(canvas).multiline_text((MARGIN - 4, middle), title, "black", anchor="rm", align="right")
+        at = (MARGIN - 4, middle)
+        ImageDraw.Draw(canvas).multiline_text(at, title, fill="black", anchor="rm", align="right")
         if scale is not None:
             canvas.paste(to_pil_image(scale), (8, middle))
     return canvas
