@@ -62,7 +62,7 @@ def count(args) -> tuple[int, int, int]:
                 return losses.sum() + regularizer
             kept.append(saved_bytes(step, parameters))
             if args.recompute:      # and what the backward pass computes again, one block at a time
-                ids = torch.zeros(images, student.visible, dtype=torch.long) if student.sparse else None
+                ids = None if student.dense else torch.zeros(images, student.visible, dtype=torch.long)
                 tokens = encoder.embed(pixels, ids)
                 kept[-1] += max(saved_bytes(lambda block=block, x=tokens: block(x), parameters)
                                 for block in encoder.blocks)
