@@ -78,7 +78,8 @@ def make_parser(doc: str, batch_size: int, batches: str = "images per step, over
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument_group("input, output, machine").add_argument
     add("--data", default=os.environ.get("IMAGENET", "data/imagenet"), metavar="FOLDER",
-        help="with {train,val}/CLASS/*.jpg; or cifar10, food101 (downloaded to data/), shapes, shapes-noise "
+        help="with {train,val}/CLASS/*.jpg; for segment.py in ADE20K's layout; for pretrain.py and "
+             "routing.py also of photos, or one photo; or cifar10, food101 (downloaded to data/), shapes, shapes-noise "
              "(drawn on the fly) (default: $IMAGENET, else data/imagenet)")
     add("--out", metavar="FOLDER", help=f"for the results (default: {out})")
     add("--batch-size", type=int, default=batch_size, metavar="N", help=f"{batches} (default: %(default)s)")
@@ -146,6 +147,8 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None, stage: str) -
                 value = Path(value).name if name == "data" else value
                 parts.append(f"{name}={'+'.join(map(str, value)) if isinstance(value, list) else value}")
         args.out = "runs/" + re.sub(r"[^\w.=+-]+", "-", "_".join(parts))
+        if len(args.out.encode()) > 200:
+            parser.error(f"--out: give one, since {args.out} is too long for a name")
     return args
 
 
@@ -262,8 +265,10 @@ def make_plan(args: argparse.Namespace, world: int, images: int) -> Plan:
     share, epoch_steps = args.batch_size // world, images // args.batch_size
     micro = args.micro_batch or max(n for n in range(1, min(share, 256) + 1) if share % n == 0)
     if share % micro:
-        raise UserError(f"--micro-batch {micro} does not divide the {share} images that each of {world} "
-                        f"processes has of --batch-size {args.batch_size}")
+        raise UserError(f"--micro-batch {micro} does not divide {share}, each process's share of "
+                        f"--batch-size {args.batch_size}")
+    if args.min_lr > args.lr:
+        raise UserError(f"--min-lr {args.min_lr} is above --lr {args.lr}")
     unit, unit_steps = ("epochs", epoch_steps) if "epochs" in args else ("iterations", 1)
     length, warmup = getattr(args, unit), getattr(args, f"warmup_{unit}")
     warmup = length * args.warmup_share if warmup is None else warmup
@@ -396,17 +401,21 @@ class Log:
 
 @contextlib.contextmanager
 def stop_requests(received: list[int]):
-    """Collects the signals that ask to finish the step, save and leave; a second Ctrl-C leaves at once."""
+    """Collects the signals that ask to finish the step, save and leave; a second Ctrl-C leaves at once.
+
+    What is ignored stays so, such as SIGHUP under nohup.
+    """
     def receive(number, frame):
         received.append(number)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    handlers = [signal.signal(number, receive) for number in STOP_SIGNALS]
+    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    handlers = [signal.signal(number, receive) for number in heard]
     try:
         yield
     finally:
-        for number, handler in zip(STOP_SIGNALS, handlers):
+        for number, handler in zip(heard, handlers):
             signal.signal(number, handler)
 
 
@@ -488,7 +497,7 @@ class Run:
             for step in bar:
                 yield step
                 if self.line:
-                    names = [name for name in ("token", "cls", "pixel") if name in self.line] or ["loss"]
+                    names = self.args.objective.split("_") if "objective" in self.args else ["loss"]
                     shown = {name: self.line[name] for name in names} | self.best
                     bar.set_postfix({name: f"{value:.3g}" for name, value in shown.items()}, refresh=False)
         if self.lock is not None:
@@ -497,15 +506,15 @@ class Run:
     def end_step(self, step: int, evaluate=None) -> dict:
         """A log line every 20 steps; a checkpoint by schedule, clock or signal. -> the line, or nothing
 
-        `evaluate` is called by the schedule for scores by name; best.pt keeps the best of the first of them.
-        Without it, the schedule keeps an epoch_NNNN.pt.
+        By the schedule, `evaluate` returns scores by name, and best.pt keeps the step whose first score is the
+        highest. Without it, the schedule keeps an epoch_NNNN.pt.
         """
         done, epoch_steps, args = step + 1, self.plan.epoch_steps, self.args
         every = args.save_every * (epoch_steps if "epochs" in args else 1)
-        scheduled = done % every == 0 or done == self.last
+        scheduled = done % every == 0 or done == self.plan.steps
         overdue = 0 < 60 * args.save_minutes <= time.monotonic() - self.saved_at
         overdue, number = self.machine.largest(overdue, max(self.signals, default=0))
-        saves = scheduled or overdue or number
+        saves = scheduled or overdue or number or done == self.last
         if not saves and done % LOG_EVERY:
             return {}
         group, steps = self.parts["optimizer"].param_groups[0], done - self.log.step
@@ -561,10 +570,16 @@ class Run:
         return self.best
 
 
+def make_folder(folder: Path):
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"cannot write to {folder}: give another --out")
+
+
 def lock(folder: Path) -> int:
     """Makes the folder and takes it for one run, until the file is closed or the process ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    make_folder(folder)
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -58,8 +59,9 @@ class Folder(DatasetFolder):
             if not self.samples:
                 raise FileNotFoundError(f"no image in {folder}")
         except OSError as error:
-            raise UserError(f"--data {root}: {error}; expected {{train,val}}/CLASS/*.jpg, with a folder for "
-                            "each label, or cifar10, food101, shapes (sh demo.sh needs no images)") from error
+            raise UserError(f"--data {root}: {error}; expected {{train,val}}/CLASS/*.jpg (for pretrain.py and "
+                            "routing.py also photos without labels), or cifar10, food101, shapes (sh demo.sh "
+                            "needs no images)") from error
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
         classes, indices = super().find_classes(os.path.join(os.path.dirname(directory), "train"))
@@ -108,7 +110,9 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True):
     if data in ("cifar10", "food101"):
         return torchvision_set(data, split)
     path = Path(data, split) if Path(data, split).is_dir() else Path(data)
-    flat = path.is_file() or path.is_dir() and not any(entry.is_dir() for entry in path.iterdir())
+    folders = path.iterdir() if path.is_dir() else ()
+    folders = [entry for entry in folders if entry.is_dir() and entry.name[0] != "."]
+    flat = path.exists() and not folders
     return Photos(path) if flat and not labels and len(Photos(path)) else Folder(data, split)
 
 
@@ -223,7 +227,8 @@ def train_order(images: int, batch_size: int, micro_batch: int, seed: int, first
 
 def load(views: Dataset, order, machine: Machine):
     """Yields `order`'s batches of `views` on the machine's device."""
-    loader = DataLoader(views, batch_sampler=order, num_workers=machine.workers,
+    fork = "fork" if machine.workers and sys.platform == "linux" else None      # ready for signals at once
+    loader = DataLoader(views, batch_sampler=order, num_workers=machine.workers, multiprocessing_context=fork,
                         worker_init_fn=ignore_signals, pin_memory=machine.device.type == "cuda",
                         generator=torch.Generator())      # not the global one, which belongs to the step
     for batch in loader:

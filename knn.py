@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> list[float]:
     machine, results = common.Machine(args), {}
     file = Path(args.out or Path(args.checkpoints[0]).parent, "knn.json")
     if common.is_first():
-        file.parent.mkdir(parents=True, exist_ok=True)
+        common.make_folder(file.parent)
         rows = json.loads(file.read_text()) if file.exists() else []
     for path in args.checkpoints:
         encoder = load_encoder(path).to(machine.device).eval()

@@ -91,7 +91,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *, objec
                    loss_block: int | list[int] | None = None, loss_weights: str = "dispatch",
                    detach: bool = False, entropy_weights: Tensor | float = 5.0, entropy_on: str = "dispatch",
                    importance_weight: float = 0.0) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Eq. 8 -> (losses [K] without their weights w, the sum of the regularizers, detached metrics).
+    """Eq. 8 -> (losses [K] of `objectives`, in their order and without w; regularizer; detached metrics).
 
     pred: the student's Prediction. targets [B, 1 + N, D]: the teacher's tokens of the whole image. images
     [B, 3, S, S] in [0, 1]. mask [B, N], True where masked. `loss_block`: the MoE block whose weights count,
@@ -120,11 +120,12 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *, objec
         metrics.update({f"{name}_unweighted": plain, f"{name}_ratio": mean / plain})
         return mean
 
-    if "token" in objectives:      # on the patches that a sparse student sees, or that a dense one does not
-        target, patches = targets[:, 1:], masked
-        if not dense:
-            target = target.gather(1, pred.ids_keep[..., None].expand(-1, -1, target.shape[-1]))
-            patches = torch.ones_like(pred.ids_keep, dtype=masked.dtype)
+    target, patches = targets[:, 1:], masked      # a dense student predicts what it does not see
+    if not dense:                                 # a sparse one the patches that it sees
+        target = target.gather(1, pred.ids_keep[..., None].expand(-1, -1, target.shape[-1]))
+        patches = torch.ones_like(pred.ids_keep, dtype=masked.dtype)
+
+    if "token" in objectives:
         losses["token"] = routed("token", token_loss(tokens[:, 1:], target), patches, expert=0)
 
     if "cls" in objectives:
@@ -138,7 +139,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *, objec
     if routings:
         dispatch = torch.stack([routing.dispatch for routing in routings])            # [blocks, B, T, E]
         combine = torch.stack([routing.combine for routing in routings])
-        entropy = dispatch_entropy((combine if entropy_on == "combine" else dispatch).flatten(0, 1))
+        entropy = dispatch_entropy(dict(dispatch=dispatch, combine=combine)[entropy_on].flatten(0, 1))
         regularizer = metrics["entropy_loss"] = -(entropy_weights * entropy).sum()    # Eq. 7
         if importance_weight:
             metrics["importance_loss"] = torch.stack([importance_loss(block) for block in combine]).mean()
@@ -147,4 +148,6 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *, objec
         metrics["dispatch_cv"] = variation(dispatch.mean(0)[:, 1:])
         metrics["cls_share"] = dispatch[:, :, 0].mean((0, 1))
     metrics = {name: value.detach() for name, value in (metrics | losses).items()}
-    return torch.stack(list(losses.values())), regularizer, metrics
+    if unknown := set(objectives) - losses.keys():
+        raise ValueError(f"unknown objectives: {', '.join(sorted(unknown))}")
+    return torch.stack([losses[name] for name in objectives]), regularizer, metrics

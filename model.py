@@ -227,7 +227,8 @@ class ViT(nn.Module):
 
 @torch.no_grad()
 def init_weights(module: nn.Module):
-    """Truncated normal 0.02, but for the experts; residual projections shrink with depth, as in BEiT."""
+    """Truncated normal 0.02, but not for routers and experts; residual projections, the experts' too, shrink
+    with depth, as in BEiT."""
     for name, parameter in module.named_parameters():
         if name.split(".")[-1] in ("cls_token", "pos_embed", "mask_token"):
             nn.init.trunc_normal_(parameter, std=0.02)
@@ -303,8 +304,8 @@ class Explore(nn.Module):
     """The student: a ViT, one linear head on every token to the teacher's width, and a decoder for pixels.
 
     Sparse encoding processes the visible patches alone, as MAE does. Dense encoding processes all, with a
-    mask token in place of the masked ones, as BEiT does. `loss_router`, beyond the paper, adds a router of
-    two experts for the losses alone, on the final tokens: its Routing has the number len(encoder.blocks).
+    mask token in place of the masked ones, as BEiT does. `loss_router`, the paper's future work, adds a
+    router of two experts for the losses alone, on the final tokens: Routing number len(encoder.blocks).
     """
 
     def __init__(self, encoder: ViT, teacher_dim: int, mask_ratio: float = 0.4, dense: bool = False,
@@ -320,7 +321,7 @@ class Explore(nn.Module):
         self.loss_router = Router(encoder.dim, 2) if loss_router else None
 
     def forward(self, images: Tensor, mask: Tensor) -> Prediction:
-        """images [B, 3, S, S]; mask [B, N], the same number of patches masked in each image"""
+        """images [B, 3, S, S]; mask [B, N], of which int(mask_ratio * N) are True in each image"""
         if self.dense:
             ids_keep = None
             tokens, routing = self.encoder(images, mask=mask, mask_token=self.mask_token)

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import shlex
 import warnings
 
 import torch
@@ -89,8 +90,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace):
         fail(f"--balance {args.balance} has nothing to balance: --objective token is one objective")
     static, routed = args.balance == "static", args.experts or args.loss_router
     for met, needs, names in (      # flags that would have no effect
-            (args.experts, "experts", "moe_blocks loss_block"),
-            (routed, "experts or --loss-router",
+            (args.experts, "--experts above 0", "moe_blocks loss_block"),
+            (routed, "--experts above 0 or --loss-router",
              "loss_weights detach entropy_weight entropy_on entropy_experts importance_weight"),
             (static and "cls" in args.objective, "--balance static, and cls in --objective", "cls_weight"),
             (static and "pixel" in args.objective, "--balance static, and pixel in --objective",
@@ -171,7 +172,7 @@ def main(args: argparse.Namespace):
     compute_losses = explore_losses
     if machine.compile:
         teacher.compile()
-        if args.balance == "gradnorm":      # it differentiates twice from the last norm on
+        if args.balance == "gradnorm":      # it differentiates what follows the blocks once an objective
             for block in encoder.blocks:
                 block.compile()
         else:
@@ -205,13 +206,15 @@ def main(args: argparse.Namespace):
         if routers:
             run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
         warn_of_collapse(run.end_step(step), neutral)                       # log line, checkpoint, signal
-    run.report(f"next: python knn.py {args.out}/epoch_*.pt --data {args.data}")
+    flat = isinstance(images, data.Photos)      # no labels
+    script, which = ("routing.py", "last.pt") if flat else ("knn.py", "epoch_*.pt")
+    run.report(f"next: python {script} {shlex.quote(args.out)}/{which} --data {shlex.quote(args.data)}")
 
 
 def warn_of_collapse(line: dict, neutral: float):
     """The paper's sign of collapse, once: a loss that weighting has brought far below its plain mean."""
-    for name in ("token_ratio", "pixel_ratio"):
-        if line.get(name, neutral) < 0.2 * neutral:
+    for name, value in line.items():
+        if name.endswith("_ratio") and value < 0.2 * neutral:
             warnings.warn(f"the router collapses: {name}, the ratio of weighted to unweighted loss, is below "
                           f"{0.2 * neutral:.2g}. A higher --entropy-weight keeps it near 1", stacklevel=2)
 

@@ -1,6 +1,6 @@
 """What the router learned: pictures and numbers of the dispatch weights, on unmasked images in eval mode.
 
-    python routing.py runs/coupled/last.pt --data FOLDER                        # beside the checkpoint
+    python routing.py runs/coupled/last.pt --data FOLDER_OR_PHOTO               # beside the checkpoint
     python routing.py runs/coupled/last.pt runs/detached/last.pt --out DIR      # two models in one picture
 
 heatmaps.png (Fig. 1, A1), blocks.png (Fig. A2), correlation.png (Fig. A3), of expert 0's dispatch weights and
@@ -22,7 +22,7 @@ from torchvision.utils import make_grid
 
 import common
 import data
-from checkpoint import LoadError, load_checkpoint, load_encoder
+from checkpoint import LoadError, digest, load_checkpoint, load_encoder
 from common import UserError
 from losses import dispatch_entropy, token_loss, variation
 from model import Router, ViT
@@ -133,7 +133,7 @@ def measure(path: str, args: argparse.Namespace, machine: common.Machine) -> tup
             for i, router in routers.items()]
     weights = dispatch[block][:, 1:] * tokens      # in units of the uniform weight
     numbers = {"checkpoint": str(path), "name": f"{Path(path).resolve().parent.name}/{Path(path).stem}",
-               "loss_block": block, "images": len(chosen), "tokens": int(drawn.sum()), "blocks": rows,
+               "block": block, "images": len(chosen), "tokens": int(drawn.sum()), "blocks": rows,
                "shown": most_and_least(combine[block].mean((0, 1)))}
     pixels = torch.stack([views[i]["image"] for i in chosen[:IMAGES]]) / 255
     tensors = {"pixels": pixels, "weights": weights[:IMAGES]}
@@ -154,7 +154,10 @@ def distillation(checkpoint: dict, encoder: nn.Module, path: str, machine: commo
     try:
         if not name or weight is None:
             raise LoadError("it is not a pretraining checkpoint")
-        teacher = build_teacher(name, encoder.grid).to(machine.device, machine.amp)
+        teacher = build_teacher(name, encoder.grid)
+        if checkpoint.get("sources", {}).get("the weights of --teacher", digest(teacher)) != digest(teacher):
+            raise LoadError(f"the weights of {name} have changed")
+        teacher.to(machine.device, machine.amp)
     except LoadError as error:
         print(f"{path}: no correlation with the distillation loss: {error}")
         return None, None
@@ -178,7 +181,7 @@ def report(numbers: dict):
         print("  ".join(f"{name} {short(value)}" for name, value in row.items()))
     for name in ("correlation", "foreground_auc"):
         if name in numbers:
-            print(f"block {numbers['loss_block']}  {name} {short(numbers[name])}")
+            print(f"block {numbers['block']}  {name} {short(numbers[name])}")
 
 
 # ---------------------------------------------------------------------------------------------- pictures
@@ -255,7 +258,7 @@ def draw_figures(models: list[dict], tensors: list[dict], out: Path):
 def main(args: argparse.Namespace) -> list[dict]:
     """-> the numbers of routing.json, one dict for each checkpoint"""
     machine, out = common.Machine(args), Path(args.out or Path(args.checkpoints[0]).parent)
-    out.mkdir(parents=True, exist_ok=True)
+    common.make_folder(out)
     models, tensors = zip(*(measure(path, args, machine) for path in args.checkpoints))
     rows = [(numbers["name"], each["weights"], numbers["shown"]) for numbers, each in zip(models, tensors)]
     heatmaps(tensors[0]["pixels"], rows).save(out / "heatmaps.png")

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Shapes:
-    """A set drawn on the fly: a textured blob on a smooth background; ten classes, five hues by two textures.
+    """A textured blob on a blurred, noisy background; ten classes, five hues by two textures.
 
     Each image is a function of (split, index). Index it for (uint8 [3, size, size], label). `mask(index)` is
     the object's bool [size, size], `annotation(index)` uint8: 1 for background, 2 to 11 for its class. With

@@ -48,8 +48,8 @@ class ClipTeacher(Teacher):
                                             force_image_size=grid * patch_size,
                                             force_quick_gelu=quick_gelu).visual
         except Exception as error:      # no network: the file that is now downloaded by hand needs that name
-            hint = f"; these weights as a file are {name}-quickgelu/FILE" if quick_gelu else ""
-            raise ValueError(first_line(error) + hint) from error
+            hint = f"these weights as a file are {name}-quickgelu/FILE; " if quick_gelu else ""
+            raise ValueError(hint + first_line(error)) from error
         preprocess = visual.preprocess_cfg
         super().__init__(grid * patch_size, visual.conv1.out_channels, preprocess["mean"], preprocess["std"])
         self.visual = visual
@@ -68,6 +68,8 @@ class TimmTeacher(Teacher):
     def __init__(self, name: str, grid: int):
         import timm
         model, _, weights = name.partition("/")
+        if weights not in ("", "random"):
+            raise ValueError(f"{weights} is not a choice of weights: give timm/NAME or timm/NAME/random")
         vit = timm.create_model(model, pretrained=weights != "random", num_classes=0)
         if not hasattr(vit, "num_prefix_tokens"):
             raise ValueError("it has no patch tokens on a grid")
@@ -107,7 +109,7 @@ def build_teacher(name: str, grid: int) -> Teacher:
         kind, parts = EncoderTeacher, [name]
     elif name.startswith("timm/"):
         kind, parts = TimmTeacher, [name.removeprefix("timm/")]
-    elif "/" in name:
+    elif "/" in name.rstrip("/"):      # open_clip would take an empty tag for random weights
         kind, parts = ClipTeacher, name.split("/", 1)
     else:
         raise LoadError(f"teacher {name}: neither a file nor an open_clip MODEL/PRETRAINED (ViT-B-16/openai)")
@@ -115,5 +117,7 @@ def build_teacher(name: str, grid: int) -> Teacher:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)      # "random" weights are the same every time
             return kind(*parts, grid).eval().requires_grad_(False)
+    except LoadError as error:      # it begins with the path
+        raise LoadError(f"teacher {error}") from error
     except Exception as error:      # a library's own, of a dozen kinds
         raise LoadError(f"teacher {name}: {first_line(error)}") from error

@@ -552,6 +552,10 @@ def test_losses_read_foreign_routings_by_name_and_refuse_targets_with_registers(
     registers = case._replace(targets=torch.cat([case.targets, case.targets[:, :4]], dim=1))
     with pytest.raises(ValueError, match="targets have 21 tokens, but .* 16 patches need 17: leave out reg"):
         couple(registers)
+    with pytest.raises(ValueError, match="unknown objectives: CLS"):
+        couple(case, ("token", "CLS"))
+    reverse = losses.explore_losses(*case[:4], objectives=("cls", "token"))[0]
+    assert torch.equal(reverse, losses.explore_losses(*case[:4])[0].flip(0))      # in the order asked for
 
 
 def test_an_image_whose_weights_all_underflow_counts_as_if_unweighted():
@@ -1354,6 +1358,17 @@ def test_a_signal_to_all_processes_of_a_run_leaves_no_traceback(stage, tmp_path)
     assert checkpoint.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 6
 
 
+def test_a_signal_that_is_ignored_stays_ignored(stage, monkeypatch):
+    """SIGHUP under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    at_step(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGHUP))
+    try:
+        assert train(stage("pretrain"))[0]["step"] == 8
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_second_ctrl_c_leaves_at_once(stage, tmp_path):
     fault = "step == 3 and [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
     process = start(driver(tmp_path, fault), *stage("pretrain", "--save-minutes 1e-9"))
@@ -1382,7 +1397,7 @@ def test_other_stages_resume_and_evaluate_with_another_number_of_processes(stage
     out = torchrun(2, f"{SCRIPTS[name].__name__}.py", *argv)
     state, log = read_run(tmp_path / "run")
     assert state["step"] == 8 and common.finite(state)
-    assert [line["step"] for line in log if "top1" in line or "miou" in line] == [3, 4, 8]
+    assert [line["step"] for line in log if "top1" in line or "miou" in line] == [4, 8]
     scores, again, _ = play(name, argv)                        # one process sees the two processes' numbers
     assert scores == again["best"] == state["best"]
     assert out.splitlines()[-1].endswith("best " + ", ".join(f"{k} {v:.2f}%" for k, v in scores.items()))
@@ -1544,7 +1559,7 @@ def test_no_checkpoint_ever_holds_a_nan(stage, capsys, name, tmp_path):
 
 # ---------------------------------------------------------------------------------- log, bar, names, flags
 
-def test_the_first_lines_and_the_last_say_what_runs_and_where_its_result_is(stage, tmp_path, capsys):
+def test_the_first_lines_and_the_last_say_what_runs_and_where_its_result_is(stage, photos, tmp_path, capsys):
     train(stage("pretrain", "--max-steps 3"))
     what, where, last = capsys.readouterr().out.splitlines()
     out = tmp_path / "run"
@@ -1556,14 +1571,18 @@ def test_the_first_lines_and_the_last_say_what_runs_and_where_its_result_is(stag
     assert checkpoint.load_checkpoint(out / "epoch_0000.pt")["step"] == 0      # kept where an epoch ends
     train(stage("pretrain", "--max-steps 4"))
     assert f"\n{out}: {out / 'last.pt'} holds step 3\n" in capsys.readouterr().out
+    shutil.copytree(Path(photos, "train", "class_0"), tmp_path / "my photos")      # no labels for k-NN
+    train(stage("pretrain", "--data", str(tmp_path / "my photos"), "--max-steps 1", out="flat"))
+    flat = f"next: python routing.py {tmp_path / 'flat'}/last.pt --data '{tmp_path / 'my photos'}'\n"
+    assert capsys.readouterr().out.endswith(flat) or "'" in str(tmp_path) or " " in str(tmp_path)
 
 
 def test_the_progress_bar_names_the_stage_and_no_score_before_the_first_evaluation(stage, monkeypatch):
     shown = []
     monkeypatch.setattr(common.tqdm, "set_postfix", lambda bar, x, refresh: shown.append((bar.desc, *x)))
-    play("finetune", stage("finetune", "--save-minutes 1e-9 --max-steps 3 --save-every 9"))
+    play("finetune", stage("finetune", "--save-minutes 1e-9 --save-every 9"))
     play("pretrain", stage("pretrain", "--max-steps 1 --objective token_cls_pixel", out="pretrained"))
-    assert shown == [*[("finetune", "loss")] * 2, ("finetune", "loss", "top1", "top5"),
+    assert shown == [*[("finetune", "loss")] * 7, ("finetune", "loss", "top1", "top5"),
                      ("pretrain", "token", "cls", "pixel")]
 
 
@@ -1613,6 +1632,8 @@ def test_the_run_folder_is_named_after_the_flags_that_matter():
         assert pretrain.parse_args(flags.split()).out == f"runs/pretrain{name}"
     assert finetune.parse_args(["runs/a b/x.pt"]).out == "runs/finetune_checkpoint=runs-a-b-x.pt"
     assert knn.parse_args(["x.pt"]).out is None
+    with pytest.raises(SystemExit):
+        pretrain.parse_args(["--teacher", 200 * "x"])      # too long for a folder's name
 
 
 @pytest.mark.parametrize("flags", ("", "--balance gradnorm", "--objective token_cls_pixel --encoding dense"))
@@ -1651,6 +1672,10 @@ def test_compiled_training_follows_the_plain_curve(stage, monkeypatch, flags):
     ("--balance gradnorm --objective token", "--balance gradnorm has nothing to balance"),
     ("--mask-ratio 0.01", "--mask-ratio 0.01 masks 0 of 16 patches"),
     ("--warmup-epochs 300", "--warmup-epochs 300 leaves nothing of --epochs 2"),
+    ("--lr 1e-7", "--min-lr 1e-06 is above --lr 1e-07"),
+    ("--teacher ViT-B-32/", "teacher ViT-B-32/: neither a file nor an open_clip MODEL/PRETRAINED"),
+    ("--teacher timm/vit_tiny_patch16_224/x.pth", "x.pth is not a choice of weights: give timm/NAME"),
+    ("--teacher timm/vit_tiny_r_s16_p8_224/random", "its grid cannot be 4 x 4"),
     ("--teacher ViT-B-16", "teacher ViT-B-16: neither a file nor an open_clip MODEL/PRETRAINED"),
     ("--teacher ViT-Z-99/openai", "teacher ViT-Z-99/openai: "),
     ("--teacher RN50/random", "RN50 is not one of open_clip's own vision transformers"),
@@ -1995,7 +2020,7 @@ def test_routing_json_equals_numpy_on_the_same_weights(write_student, tmp_path, 
     path, pictures = write_student("one"), spy(monkeypatch, routing, "heatmaps")
     numbers, = show(path)
     written, = json.loads((tmp_path / "one" / "routing.json").read_text())
-    assert written.keys() == numbers.keys() and written["loss_block"] == 3 and written["tokens"] == 5 * 17
+    assert written.keys() == numbers.keys() and written["block"] == 3 and written["tokens"] == 5 * 17
     assert f"block 3  foreground_auc {np.round(numbers['foreground_auc'], 3)}" in capsys.readouterr().out
     chosen, images = np.random.default_rng(3).permutation(1024)[:5].tolist(), Shapes("val", 32)
     views = torch.stack([data.center_view(images[i][0], 32) for i in chosen]) / 255
@@ -2059,6 +2084,12 @@ def test_two_checkpoints_stand_side_by_side(write_student, tmp_path, capsys, mon
     assert "blocks.png and correlation.png need matplotlib: pip install matplotlib" in printed
     assert "no correlation with the distillation loss: teacher nowhere.pt: neither a file" in printed
     assert "correlation" in coupled and "correlation" not in detached and "foreground_auc" in detached
+    torch.save(torch.load(argv[0]) | {"sources": {"the weights of --teacher": "others"}}, argv[0])
+    assert "correlation" not in show(argv[0])[0] and ".pt have changed" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)
+        for name in ("routing", "knn"):
+            assert "cannot write to" in refusal(capsys, name, argv[0], "--data", "shapes")
     error = refusal(capsys, "routing", argv[0], "--block", "2")
     assert "--block 2 has no experts: the MoE blocks are 1 3 5 6" in error
     assert "has no experts: there is" in refusal(capsys, "routing", write_checkpoint(tmp_path / "e0.pt"))
@@ -2155,10 +2186,12 @@ def test_an_objective_is_added_in_two_lines_as_the_readme_says():
     assert source.count(before) == 1
     source = source.replace(before, f"    {two[0]}\n        {two[1]}\n{before}")
     exec(compile(source, "losses.py", "exec"), names := {"mine": losses.token_loss})
-    pred = model.Prediction(randn(2, 5, 6), None, {3: model.Routing(rand(2, 5, 2), rand(2, 5, 2))}, None)
-    found, _, metrics = names["explore_losses"](pred, randn(2, 5, 6), None, torch.ones(2, 4) > 0,
-                                                objectives=("token", "mine"))
-    assert found[0] != found[1] and "mine_ratio" in metrics      # expert 0 weights one, expert 1 the other
+    for ids_keep, patches in ((None, 4), (torch.tensor([[0, 2, 3], [1, 2, 3]]), 3)):      # dense, sparse
+        routing = model.Routing(rand(2, 1 + patches, 2), rand(2, 1 + patches, 2))
+        pred = model.Prediction(randn(2, 1 + patches, 6), None, {3: routing}, ids_keep)
+        found, _, metrics = names["explore_losses"](pred, randn(2, 5, 6), None, torch.ones(2, 4) > 0,
+                                                    objectives=("token", "mine"))
+        assert found[0] != found[1] and "mine_ratio" in metrics      # weighted by expert 0, by expert 1
 
 
 @needs_loopback

@@ -71,7 +71,8 @@ def count(args) -> tuple[int, int, int]:
 
 
 def main(argv: list[str]):
-    print("| experts | parameters | weights, gradients, AdamW | fp16 copies | each image | `--recompute` |")
+    print("| experts | parameters, head included | weights, gradients, AdamW (16 bytes each) | fp16 weights "
+          "| each image | each image, `--recompute` |")
     print("|---|---|---|---|---|---|")
     for experts in ("0", "2", "64"):
         flags = [*argv, "--experts", experts]
