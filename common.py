@@ -79,8 +79,8 @@ def make_parser(doc: str, batch_size: int, batches: str = "images per step, over
     add = parser.add_argument_group("input, output, machine").add_argument
     add("--data", default=os.environ.get("IMAGENET", "data/imagenet"), metavar="FOLDER",
         help="with {train,val}/CLASS/*.jpg; for segment.py in ADE20K's layout; for pretrain.py and "
-             "routing.py also of photos, or one photo; or cifar10, food101 (downloaded to data/), shapes, shapes-noise "
-             "(drawn on the fly) (default: $IMAGENET, else data/imagenet)")
+             "routing.py also of photos, or one photo; or cifar10, food101 (downloaded to data/), shapes, "
+             "shapes-noise (drawn on the fly) (default: $IMAGENET, else data/imagenet)")
     add("--out", metavar="FOLDER", help=f"for the results (default: {out})")
     add("--batch-size", type=int, default=batch_size, metavar="N", help=f"{batches} (default: %(default)s)")
     add("--workers", type=int, metavar="N",
@@ -506,8 +506,8 @@ class Run:
     def end_step(self, step: int, evaluate=None) -> dict:
         """A log line every 20 steps; a checkpoint by schedule, clock or signal. -> the line, or nothing
 
-        By the schedule, `evaluate` returns scores by name, and best.pt keeps the step whose first score is the
-        highest. Without it, the schedule keeps an epoch_NNNN.pt.
+        By the schedule, `evaluate` returns scores by name, and best.pt keeps the step whose first score is
+        the highest. Without it, the schedule keeps an epoch_NNNN.pt.
         """
         done, epoch_steps, args = step + 1, self.plan.epoch_steps, self.args
         every = args.save_every * (epoch_steps if "epochs" in args else 1)

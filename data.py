@@ -59,8 +59,8 @@ class Folder(DatasetFolder):
             if not self.samples:
                 raise FileNotFoundError(f"no image in {folder}")
         except OSError as error:
-            raise UserError(f"--data {root}: {error}; expected {{train,val}}/CLASS/*.jpg (for pretrain.py and "
-                            "routing.py also photos without labels), or cifar10, food101, shapes (sh demo.sh "
+            raise UserError(f"--data {root}: {error}; expected {{train,val}}/CLASS/*.jpg (pretrain.py and "
+                            "routing.py also take photos alone), or cifar10, food101, shapes (sh demo.sh "
                             "needs no images)") from error
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
