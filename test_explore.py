@@ -256,6 +256,7 @@ def test_experts_start_as_linear_layers_and_residual_projections_shrink_with_dep
     for depth, block in enumerate(model.build_vit("vit_tiny", image_size=32, experts=2).blocks, start=1):
         assert block.attn.proj.weight.std().item() == pytest.approx(0.02 / (2 * depth) ** 0.5, rel=0.05)
         assert block.attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+        assert (block.ls1.gamma == 0.1).all() and (block.ls2.gamma == 0.1).all()
         if depth % 2 == 0:
             bound = 768 ** -0.5 / (2 * depth) ** 0.5
             assert block.mlp.w2.abs().max().item() == pytest.approx(bound, rel=0.01)
@@ -382,7 +383,8 @@ def test_the_decoder_has_8_blocks_of_width_512_and_positions_of_its_own():
     assert decoder.pos_embed.shape == (1, 16, 512) and student.mask_token.shape == (1, 1, 96)
     assert "phi" not in names and "ls1" not in names                # as the release's
     assert not any("mask_token" in name for name in student.encoder.state_dict())
-    for token in (student.mask_token, decoder.mask_token, decoder.pos_embed, student.encoder.cls_token):
+    for token in (student.mask_token, decoder.mask_token, decoder.pos_embed, student.encoder.cls_token,
+                  student.head.weight):
         assert token.std().item() == pytest.approx(0.02, rel=0.3)
     pred = student(torch.rand(2, 3, 32, 32), torch.rand(2, 16) < 0.5)
     assert pred.pixels.shape == (2, 16, 192)
@@ -584,10 +586,12 @@ def test_gradnorm_helps_the_objective_that_lags_and_survives_numbers_that_are_no
             slope = shared[0] - shared[0].detach()
             gradnorm(0, torch.tensor(values) + torch.tensor(gradients) * slope)
             gradnorm.update()
+        assert gradnorm.state_dict().keys() == {"weights", "first"}      # what resuming needs
         return gradnorm.weights.tolist()
     lags = weights((one, one), ([0.9, 0.1], one))               # the first has hardly fallen
     assert lags[0] > 1 > lags[1] and lags == weights((one, one), ([0.9, 0.1], one), scale=1024.0)
     assert weights((one, one), ([0.9, 0.1], one), ([math.nan, 0.1], [1.0, math.inf])) == lags
+    assert min(weights((one, one), ([0.9, 0.1], [1e3, 1e3]))) > 0
     first, second = weights(([math.nan, 1.0], one), ([4.0, 1.0], one), ([2.0, 1.0], one))
     assert first < 1 < second                                   # what is not finite is no first loss
 
@@ -605,7 +609,8 @@ def test_plain_vit_state_dicts_load(tmp_path):
         assert torch.allclose(encoder(images)[0], theirs.forward_features(images), atol=1e-4)
 
 
-@pytest.mark.parametrize("width, heads", ((192, 3), (1024, 16), (1280, 16), (128, 4)))
+@pytest.mark.parametrize("width, heads", (
+    (192, 3), (384, 6), (512, 8), (768, 12), (1024, 16), (1280, 16), (128, 4), (192, 4)))
 def test_known_widths_have_their_own_heads_and_others_need_to_say(tmp_path, width, heads):
     """As in DeiT, ViT-L and MAE's ViT-H."""
     from timm.models import VisionTransformer
@@ -615,6 +620,7 @@ def test_known_widths_have_their_own_heads_and_others_need_to_say(tmp_path, widt
     if width == 128:
         with pytest.raises(checkpoint.LoadError, match="heads an encoder of width 128 has: save it as {'mod"):
             checkpoint.load_encoder(path)
+    if heads == 4:      # what a file says comes first
         torch.save({"model": theirs.state_dict(), "heads": heads}, path)
     ours = checkpoint.load_encoder(path).eval()
     assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
@@ -623,7 +629,7 @@ def test_known_widths_have_their_own_heads_and_others_need_to_say(tmp_path, widt
 def test_a_tensor_without_a_place_in_our_encoder_refuses_the_file_by_name(tmp_path):
     """DINOv2's and timm's registers, DeiT's distillation token, CLIP's pre-norm: features would be wrong."""
     state, path = model.build_vit("vit_tiny", image_size=32).state_dict(), tmp_path / "x.pt"
-    others = "head.weight fc_norm.bias decoder_pos_embed mask_token pre_logits.x predictor.x projector.x"
+    others = "cls_head.bias fc_norm.bias decoder_pos_embed mask_token pre_logits.x predictor.x projector.x"
     state |= dict.fromkeys(others.split(), torch.zeros(1))
     torch.save(state, path)
     assert checkpoint.load_encoder(path).dim == 192
@@ -647,8 +653,8 @@ def test_checkpoints_of_the_authors_release_load(tmp_path, prefix):
             for j, part in enumerate(value):
                 name = f"{found[1]}experts.{j}.fc{found[3]}.{'weight' if found[2] == 'w' else 'bias'}"
                 state[name] = part.T.contiguous() if found[2] == "w" else part
-        else:
-            state[name] = value
+        else:      # a router's have a dimension for slots
+            state[name] = value[..., None] if name.endswith(("mlp.phi", "mlp.scale")) else value
     state[f"{prefix}teacher.cls_token"] = torch.zeros(1)
     torch.save({"model": state, "config": {}}, tmp_path / "release.pt")
     loaded, images = checkpoint.load_encoder(tmp_path / "release.pt").eval(), torch.rand(2, 3, 32, 32)
@@ -684,6 +690,9 @@ def test_position_embeddings_resize_to_another_grid():
     larger = checkpoint.resize_pos_embed(embed, 8)[0]
     rows, expected = larger[1:].view(8, 8)[2:6], torch.tensor([[0.75], [1.25], [1.75], [2.25]])
     assert larger[0] == 7 and torch.allclose(rows, expected.expand(4, 8), atol=0.05)      # a ramp stays one
+    from timm.layers import resample_abs_pos_embed as theirs
+    noise, ours = torch.randn(1, 17, 3), checkpoint.resize_pos_embed
+    assert torch.allclose(ours(noise, 6), theirs(noise, [6, 6]), atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------- teacher
@@ -1018,6 +1027,7 @@ def test_a_default_warm_up_keeps_its_share_and_a_given_one_is_taken_as_it_is(nam
 def test_updates_are_clipped_and_skipped_and_counted_where_a_gradient_is_not_finite(monkeypatch, amp, clip):
     machine = common.Machine(pretrain.parse_args(["--amp", "off"]))
     grad_scaler = scaler(init_scale=1024.0) if amp == "fp16" else machine.scaler
+    assert machine.scaler.get_growth_factor() == 1.0            # or its scale would overflow in the end
     layer = nn.Linear(4, 4, bias=False)
     optimizer, before = common.adamw(layer, 0.1, 0.05, (0.0, 0.95)), layer.weight.detach().clone()
     for value, scale in ((math.inf, 512), (math.nan, 256), (1.0, 256)):
@@ -1142,7 +1152,7 @@ def plain_pretraining(args, world=1):
     blocks = [len(encoder.blocks)] if args.loss_router else args.loss_block or encoder.moe_blocks[-1:]
     if args.balance == "gradnorm":
         weights, first, seen, shared = torch.ones(len(objectives)), None, [], list(encoder.norm.parameters())
-    at = 0
+    at, plain.weights = 0, []
     for step, share, batch in plain.steps():
         if step > at and args.balance == "gradnorm":      # between steps, from all micro-batches of the last
             values, grads = (torch.stack(x).mean(0) for x in zip(*seen))
@@ -1164,6 +1174,7 @@ def plain_pretraining(args, world=1):
         if args.balance == "gradnorm":
             grads = [torch.autograd.grad(x, shared, retain_graph=True) for x in values]
             seen.append((values.detach(), torch.stack([torch.cat(g) for g in grads])))
+        plain.weights.append(weights.tolist())
         (share * ((weights * values).sum() + regularizer)).backward()
     return plain
 
@@ -1183,9 +1194,13 @@ ODD = ("--max-steps 3 --epochs 3 --warmup-epochs 0.5 --lr 0.01 --min-lr 0.002 --
     "--loss-weights uniform --balance gradnorm --gradnorm-alpha 0 --gradnorm-lr 0.1 --image-size 48"))
 def test_pretraining_equals_a_plain_loop(stage, monkeypatch, flags):
     monkeypatch.setattr(model.PixelDecoder.__init__, "__defaults__", (64, 1, 2))
-    argv = stage("pretrain", ODD + flags)
+    argv, watched = stage("pretrain", ODD + flags), spy(monkeypatch, pretrain, "warn_of_collapse")
     _, state, log = play("pretrain", argv)
-    plain_pretraining(pretrain.parse_args(argv)).equals(state, log)
+    plain = plain_pretraining(pretrain.parse_args(argv))
+    plain.equals(state, log)
+    assert log[-1]["objective_weights"] == pytest.approx(np.mean(plain.weights, 0), rel=1e-3)
+    assert len(log[-1].get("scale", [])) == " ".join(state["model"]).count(".scale")
+    assert watched[-1].args[1] == (1 / 3 if "weights combine" in flags else 1.0)      # where ratios start
 
 
 @needs_loopback
@@ -1274,14 +1289,14 @@ def plain_segmentation(segmenter, val, crop, classes):
 def test_segmentation_equals_a_plain_loop(stage):
     argv = stage("segment", "--max-steps 3 --iterations 6 --warmup-iterations 2 --lr 0.003 --min-lr 0.0003 "
                  "--seed 7 --weight-decay 0.5 --clip-grad 0.5 --batch-size 8 --micro-batch 4 --save-every 1 "
-                 "--drop-path 0.4 --layer-decay 0.6 --recipe fr exd --expert-dropout 0.3")
+                 "--drop-path 0.4 --layer-decay 0.6 --recipe fr exd --expert-dropout 0")
     _, state, log = play("segment", argv)
     args = segment.parse_args(argv)
     scenes, val = (segment.Scenes(args.data, split) for split in ("training", "validation"))
     common.seed_everything(args.seed)
     encoder = checkpoint.load_encoder(args.checkpoint, 4, drop_path=0.4)
     for i in encoder.moe_blocks:
-        encoder.blocks[i].mlp.dropout = 0.3
+        encoder.blocks[i].mlp.dropout = 0.0
     segmenter = segment.Segmenter(encoder, 11, args.width)
     for key, p in segmenter.named_parameters():
         p.requires_grad_(not key.endswith((".phi", "mlp.scale")) and not key.startswith("encoder.norm"))
@@ -1419,14 +1434,22 @@ def test_all_processes_start_from_the_same_step_or_none_starts(stage, tmp_path):
         assert agent.returncode and "not all processes see the same last.pt: --out must be on a disk" in error
 
 
-def test_a_run_resumes_with_its_own_flags_alone(capsys, stage):
-    argv = stage("pretrain")
+def test_a_run_resumes_with_its_own_flags_alone(capsys, stage, monkeypatch, tmp_path):
+    argv, calls = stage("pretrain"), spy(monkeypatch, pretrain, "explore_losses")
     train([*argv, "--max-steps", "1"])
     error = refusal(capsys, "pretrain", *argv, "--experts", "4", "--mask-ratio", "0.5")
     assert "--experts was 2, is 4; --mask-ratio was 0.4, is 0.5" in error and "another --out" in error
     error = refusal(capsys, "finetune", *stage("finetune"))
     assert "holds a run of pretrain.py: give another --out" in error
-    assert train([*argv, "--amp", "bf16", "--micro-batch", "4", "--max-steps", "2"])[0]["step"] == 2
+    (tmp_path / "run").rename(tmp_path / "moved")
+    argv, last = stage("pretrain", "--amp bf16 --micro-batch 4", out="moved"), tmp_path / "moved" / "last.pt"
+    free = "--recompute --no-compile --workers 1 --save-every 1 --save-minutes 1 --max-steps 2"
+    state, _ = train([*argv, *free.split()])
+    pred, targets = calls[-1].args[:2]
+    assert state["step"] == 2 and pred.tokens.dtype == targets.dtype == torch.bfloat16
+    for growth, scale in ((1.0, 4.0), (2.0, 1.0)):      # the scaler goes on, but not that of fp16
+        torch.save(state | {"scaler": state["scaler"] | {"scale": 4.0, "growth_factor": growth}}, last)
+        assert train([*argv, "--max-steps", "3"])[0]["scaler"]["scale"] == scale
 
 
 def test_a_run_notices_that_what_it_was_made_of_has_changed(stage, photos, tmp_path, capsys):
@@ -1447,6 +1470,9 @@ def test_a_run_notices_that_what_it_was_made_of_has_changed(stage, photos, tmp_p
     play("linear", [*linear, "--max-steps", "1"])
     moved = str(shutil.copy(linear[0], tmp_path / "moved.pt"))        # the same weights in another place
     assert play("linear", [moved, *linear[1:], "--max-steps", "2"])[1]["step"] == 2
+    before = checkpoint.digest(encoder := nano())
+    nn.init.zeros_(encoder.pos_embed)      # which may have been resized
+    assert checkpoint.digest(encoder) == before
     write_checkpoint(linear[0], experts=2)
     assert "(the weights in CHECKPOINT changed)" in refusal(capsys, "linear", *linear)
 
@@ -1516,7 +1542,7 @@ def test_the_best_score_survives_a_restart(stage, tmp_path):
 def test_a_second_run_in_the_same_folder_says_so_and_leaves(stage, tmp_path, capsys):
     argv = stage("pretrain", "--max-steps", "1")
     (tmp_path / "run").mkdir()
-    program = "import fcntl; fcntl.lockf(file := open('.lock', 'w'), fcntl.LOCK_EX); print('locked'); input()"
+    program = "import fcntl; fcntl.lockf(f := open('.lock', 'w+'), fcntl.LOCK_SH); print('locked'); input()"
     holder = start("-u", "-c", program, cwd=tmp_path / "run", stdin=subprocess.PIPE)
     assert holder.stdout.readline() == "locked\n"
     assert f"another run is using {tmp_path / 'run'}" in refusal(capsys, "pretrain", *argv)
@@ -1569,9 +1595,11 @@ def test_the_first_lines_and_the_last_say_what_runs_and_where_its_result_is(stag
         "epoch; 1 x cpu in float32")
     speed = r"step 3 of 8; \d+ images/s, \d+% of the time waiting for them, \d+\.\d GiB"
     assert re.fullmatch(rf"{re.escape(str(out))}: {speed}; next: python knn.py .*/epoch_\*.pt --d.*", last)
-    assert checkpoint.load_checkpoint(out / "epoch_0000.pt")["step"] == 0      # kept where an epoch ends
+    first = (out / "epoch_0000.pt").read_bytes()
     train(stage("pretrain", "--max-steps 4"))
     assert f"\n{out}: {out / 'last.pt'} holds step 3\n" in capsys.readouterr().out
+    train(stage("pretrain", "--max-steps 2"))
+    assert "steps 4 to 4 of 8" in capsys.readouterr().out and (out / "epoch_0000.pt").read_bytes() == first
     shutil.copytree(Path(photos, "train", "class_0"), tmp_path / "my photos")      # no labels for k-NN
     train(stage("pretrain", "--data", str(tmp_path / "my photos"), "--max-steps 1", out="flat"))
     flat = f"next: python routing.py {tmp_path / 'flat'}/last.pt --data '{tmp_path / 'my photos'}'\n"
@@ -1595,17 +1623,20 @@ def test_the_log_says_what_share_of_the_time_went_into_waiting_for_the_loader(st
     monkeypatch.setattr(common.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(data.TrainViews, "__getitem__", takes(0.5, views))      # 4 s for a batch of 8
     monkeypatch.setattr(common, "set_rate", takes(6, common.set_rate))
-    line = train(stage("pretrain", "--max-steps", "3"))[1][-1]
+    line = train(stage("pretrain", "--max-steps 6 --save-every 1"))[1][-1]      # of two steps
     assert line["loader_wait"] == pytest.approx(0.4) and line["images_per_second"] == pytest.approx(0.8)
 
 
 def test_training_on_the_first_batch_alone_lowers_the_loss_and_logs_the_diagnostics(stage, monkeypatch):
     drawn, view, watched = [], data.TrainViews.view, spy(monkeypatch, pretrain, "warn_of_collapse")
     monkeypatch.setattr(data.TrainViews, "view", lambda *args: (drawn.append(args), view(*args))[1])
+    added, add = [], common.Log.add
+    monkeypatch.setattr(common.Log, "add", lambda log, metrics: (added.append(metrics), add(log, metrics)))
     _, log = train(stage("pretrain", "--repeat-batch --micro-batch 4 --epochs 20 --lr 2e-3 --drop-path 0"))
     first, last = log[0], log[-1]
-    assert len(drawn) == 8 and last["loader_wait"] == 0 and last["memory_gib"] > 0.1
-    assert watched[-1].args[0]["step"] == 80 and watched[-1].args[1] == 1.0      # what the ratios start at
+    assert len(drawn) == 8 and last["loader_wait"] == 0 and 0.1 < last["memory_gib"] < 100
+    assert watched[-1].args[0]["step"] == 80
+    assert not any(x.requires_grad for metrics in added for x in metrics.values())      # they keep no graph
     assert last["token"] < 0.7 * first["token"] and last["cls"] < first["cls"]
     assert [(line["step"], line["epoch"]) for line in log] == [(20, 5), (40, 10), (60, 15), (80, 20)]
     assert last["lr"] == pytest.approx(1e-6) and last.keys() >= {"token_unweighted", "token_ratio"}
@@ -1635,6 +1666,14 @@ def test_the_run_folder_is_named_after_the_flags_that_matter():
     assert knn.parse_args(["x.pt"]).out is None
     with pytest.raises(SystemExit):
         pretrain.parse_args(["--teacher", 200 * "x"])      # too long for a folder's name
+
+
+def test_the_defaults_are_the_papers(monkeypatch):
+    monkeypatch.setenv("IMAGENET", "there")
+    args = pretrain.parse_args([])
+    assert (args.lr, args.min_lr, args.weight_decay, args.clip_grad, args.drop_path, args.betas) == (
+        1.5e-3, 1e-6, 0.05, 3.0, 0.1, [0.9, 0.95])
+    assert (args.seed, args.save_every, args.save_minutes, args.data) == (42, 10, 30.0, "there")
 
 
 @pytest.mark.parametrize("flags", ("", "--balance gradnorm", "--objective token_cls_pixel --encoding dense"))
