@@ -54,6 +54,9 @@ import segment  # noqa: E402
 from shapes import Shapes  # noqa: E402
 from teacher import build_teacher  # noqa: E402
 
+for number in common.STOP_SIGNALS:        # nohup and a script's background jobs ignore some
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 torch.set_num_threads(1)
 HERE = Path(__file__).parent
 README = (HERE / "README.md").read_text("utf-8")
