@@ -2306,13 +2306,14 @@ def experiments(photos, tmp_path):
         log.write_text("")
         subprocess.run(["sh", HERE / "experiments" / "run.sh", *argv], check=True, env=os.environ | {
             "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUNS": str(tmp_path / "the runs"), "SEEDS": seeds,
-            "CIFAR": str(images), "FULL": str(images), "CAMVID": camvid, "MORE": "--max-steps 2"})
+            "CIFAR": str(images), "FULL": str(images), "CAMVID": camvid,
+            "MORE": "--max-steps 4 --save-every 1"})
         calls = [call.split("\n") for call in log.read_text().strip().split("\n\n")]
         return [(call[0].removesuffix(".py").replace("linprobe", "linear"), call[1:]) for call in calls]
     return commands
 
 
-def test_experiments_are_run_measured_and_drawn(experiments, scenes, table, tmp_path, capsys):
+def test_experiments_are_run_measured_and_drawn(experiments, scenes, photos, table, tmp_path, capsys):
     calls = experiments("0", "cifar", "none", "uniform", "coupled", "router-2")
     calls += experiments("1", "cifar", "uniform") + experiments("1", "cifar", "coupled", camvid=scenes)
     for stage, argv in calls:
@@ -2337,6 +2338,19 @@ def test_experiments_are_run_measured_and_drawn(experiments, scenes, table, tmp_
     router = torch.load(tmp_path / "the runs/cifar/router-2-0/last.pt", weights_only=True)["model"]
     assert rows["router-2", 0]["scale"] == pytest.approx(router["loss_router.scale"].item(), rel=1e-5)
     assert max(row["knn"] for row in rows.values()) <= 100      # of last.pt, not of the random initialization
+    file = checkpoint.load_checkpoint(tmp_path / "the runs/cifar/coupled-0/last.pt")
+    student, val = model.Explore(checkpoint.load_encoder(file), 96, 0.4).eval(), data.Folder(photos, "val")
+    student.load_state_dict(file["model"])
+    batch = torch.utils.data.default_collate([data.TrainViews(val, 32, 0, 8, 0.4)[0, i] for i in range(16)])
+    pixels, visible = data.augment(batch), ~batch["mask"]
+    pred = student(normalized(pixels), batch["mask"])
+    target = build_teacher(file["args"]["teacher"], 8)(pixels)[:, 1:][visible].view(len(val), -1, 96)
+    loss, weight = losses.token_loss(pred.tokens[:, 1:], target), pred.routing[3].dispatch[:, 1:]
+    weight = (weight / weight.mean(1, keepdim=True)).detach().double()
+    balance = -((weight[..., 0] - 1) * loss).mean() / weight.var(1, correction=0).sum(1).mean()
+    expected = [loss.mean().item(), losses.variation(weight)[0].item(), balance.item()]
+    assert [rows["coupled", 0][x] for x in "token_loss variation balance".split()] == pytest.approx(
+        expected, rel=1e-3)
     assert "ratio" not in rows["none", 0] and rows["uniform", 0]["ratio"] == 1
     assert [key for key, row in rows.items() if "miou" in row] == [("coupled", 1)]
     (tmp_path / "the runs" / "cifar").rename(tmp_path / "gone")      # rows of earlier calls stay
