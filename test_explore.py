@@ -752,8 +752,9 @@ def test_quick_gelu_comes_from_the_tag_or_from_the_models_name(small_clips, monk
 @pytest.mark.parametrize("name, size", (("small-16", 96), ("small-8", 48)))
 def test_a_teacher_of_another_patch_size_has_the_students_grid(small_clips, name, size):
     images, state = torch.rand(2, 3, 48, 48), torch.get_rng_state()
-    teacher, again = (build_teacher(f"{name}/random", grid=6) for _ in range(2))
+    teacher = build_teacher(f"{name}/random", grid=6)
     assert torch.equal(torch.get_rng_state(), state)      # random teachers do not touch the global RNG
+    again = (torch.rand(1), build_teacher(f"{name}/random", grid=6))[1]
     assert teacher.image_size == size and teacher(images).shape == (2, 37, 64)
     resized = F.interpolate(images, (size, size), mode="bicubic", antialias=True).clamp(0, 1)
     assert torch.allclose(teacher(images), again(resized), atol=1e-5)      # and are the same every time
@@ -844,8 +845,14 @@ def test_odd_images_load_right(tmp_path):
         seen = data.read_image(tmp_path / name).permute(1, 2, 0).numpy()
         assert seen.dtype == np.uint8 and np.abs(seen.astype(int) - wanted).mean() < 2, name
     Image.fromarray(gray.astype(np.uint16) * 257).save(tmp_path / "16bit.png")
+    (tmp_path / "val").mkdir()
+    names = [path.rename(tmp_path / "val" / path.name).name for path in tmp_path.glob("*.*")]
+    (tmp_path / "val" / ".hidden").mkdir()
+    assert data.open_images(str(tmp_path), "val", 32, labels=False).names() == sorted(names)
+    with pytest.raises(common.UserError, match="no image|find any class"):      # where labels are needed
+        data.open_images(str(tmp_path / "val"), "val", 32)
     with pytest.raises(common.FileError, match="16bit.png .ValueError: mode I;16, expected 8 bits a channel"):
-        data.read_image(tmp_path / "16bit.png")      # not white, as Pillow would have it
+        data.read_image(tmp_path / "val" / "16bit.png")      # not white, as Pillow would have it
 
 
 @pytest.mark.parametrize("workers", (0, 2))
@@ -898,11 +905,14 @@ def test_epochs_visit_every_image_once_in_new_views_and_resume_in_the_middle(pho
     assert len(set(first)) == len(set(second)) == 32 and [i for _, i in first] != [i for _, i in second]
     assert list(data.train_order(33, 8, 8, 42, 3, 8)) == order[3:]
     views = data.TrainViews(data.Folder(photos, "train"), 32, 42, 4, 0.4)
-    assert torch.equal(views[0, 5]["image"], views[0, 5]["image"])
-    assert not torch.equal(views[0, 5]["image"], views[1, 5]["image"])
+    image, label = views.images[5]
+    crop = data.random_crop(np.random.default_rng((42, 1, 5)), *image.shape[1:], (0.2, 1.0))
+    image = TF.resized_crop(image, *crop, [32, 32], TF.InterpolationMode.BICUBIC, antialias=True)
+    assert torch.equal(views[1, 5]["image"], image) and views[1, 5]["label"] == label
     drawn = [views[epoch, index] for epoch, index in np.ndindex(8, 32)]
     jitter = np.array([view["jitter"] for view in drawn])
     assert 0.4 < np.mean([view["flip"] for view in drawn]) < 0.6
+    assert len(np.unique(jitter)) == jitter.size
     assert (abs(jitter.min(0) - 0.6) < 0.02).all() and (abs(jitter.max(0) - 1.4) < 0.02).all()
 
 
@@ -917,6 +927,7 @@ def test_crops_are_drawn_as_random_resized_crop_draws_them():
     for height, width in ((1, 1), (20000, 10), (1, 500)):
         top, left, h, w = data.random_crop(rng, height, width, (0.2, 1.0))
         assert 0 < h <= height and 0 < w <= width and top + h <= height and left + w <= width
+    assert data.random_crop(rng, 20000, 10, (0.2, 1.0)) == (9993, 0, 13, 10)      # the middle
 
 
 def test_flip_and_color_jitter_are_torchvisions_image_by_image():
@@ -941,20 +952,27 @@ def test_shapes_are_the_same_every_time_and_their_masks_are_the_object():
     image, label = train[7]
     assert torch.equal(image, Shapes("train", 48)[7][0]) and not torch.equal(image, val[7][0])
     assert train.classes[label] == "spotted blue" and train.annotation(7).unique().tolist() == [1, 9]
-    for index in range(0, 40, 2):                               # striped ones: their object is colorful
-        picture, mask = train[index][0].float(), train.mask(index)
-        spread = picture.amax(0) - picture.amin(0)
-        assert 0.02 < mask.float().mean() < 0.6 and spread[mask].mean() > spread[~mask].mean()
+    white = {"striped": [], "spotted": []}
+    for index in range(40):                                     # each of its class's hue; spots are white
+        (texture, name), mask = train.classes[index % 10].split(), train.mask(index)
+        picture = train[index][0].permute(1, 2, 0) / 255
+        spread = picture.amax(2) - picture.amin(2)
+        hue = colorsys.rgb_to_hsv(*picture[mask][spread[mask].argmax()].tolist())[0]
+        assert abs((hue - Shapes.hues[name] + 0.5) % 1 - 0.5) < 0.04 and 0.02 < mask.float().mean() < 0.6
+        assert texture == "spotted" or spread[mask].mean() > spread[~mask].mean()
+        white[texture].append((picture[mask].amin(1) > 0.75).float().mean().item())
+    assert max(white["striped"]) == 0 and 0.2 < np.mean(white["spotted"]) < 0.36
 
 
 def test_names_of_images_are_told_apart_by_class_and_file(photos, scenes, tmp_path):
     images, copy = data.Folder(photos, "train"), shutil.copytree(photos, tmp_path / "copy")
     assert data.digest(images) == data.digest(data.Folder(str(copy), "train"))
     (copy / "train/class_3").rename(copy / "train/class_9")
-    drawn = Shapes("train", 8), Shapes("val", 8), Shapes("val", 8, noise=True)
+    shutil.copytree(Path(photos, "train"), tmp_path / "more/train").joinpath("class_0a").mkdir()
+    drawn = Shapes("train", 8), *(data.open_images(name, "val", 8) for name in ("shapes", "shapes-noise"))
     labeled = (segment.Scenes(scenes, split) for split in ("training", "validation"))
-    sets = (images, data.Folder(str(copy), "train"), *labeled, *drawn)
-    assert len({data.digest(images, images), *map(data.digest, sets)}) == 8
+    sets = (images, *(data.Folder(str(tmp_path / x), "train") for x in ("copy", "more")), *labeled, *drawn)
+    assert len({data.digest(images, images), *map(data.digest, sets)}) == 9
 
 
 # ------------------------------------------------------------------------------------- machine, optimization
