@@ -1695,6 +1695,10 @@ def test_the_defaults_are_the_papers(monkeypatch):
     assert (args.lr, args.min_lr, args.weight_decay, args.clip_grad, args.drop_path, args.betas) == (
         1.5e-3, 1e-6, 0.05, 3.0, 0.1, [0.9, 0.95])
     assert (args.seed, args.save_every, args.save_minutes, args.data) == (42, 10, 30.0, "there")
+    near, probe, tuned, scenes = (s.parse_args(["x.pt"]) for s in (knn, linprobe, finetune, segment))
+    assert (near.k, near.temperature, probe.lr, probe.weight_decay) == (20, 0.07, 2e-3, 0.0)
+    assert (tuned.lr, tuned.layer_decay, tuned.drop_path) == (5e-4, 0.65, 0.1)
+    assert (scenes.lr, scenes.layer_decay, scenes.crop_size, scenes.iterations) == (8e-5, 0.85, 512, 160_000)
 
 
 @pytest.mark.parametrize("flags", ("", "--balance gradnorm", "--objective token_cls_pixel --encoding dense"))
