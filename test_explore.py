@@ -1795,7 +1795,7 @@ def test_knn_finds_its_own_images_prints_the_best_and_is_the_same_in_two_process
     flags = ["--data", photos, "-k", "5", "--batch-size", "5", *QUICK]      # unequal last batches
     results = knn.main(knn.parse_args([first, other, *flags]))
     printed, best = capsys.readouterr().out, [first, other][results.index(max(results))]
-    assert printed.splitlines()[-1] == f"best: {max(results):.2f}%  {best}" and results[0] < results[1]
+    assert printed.splitlines()[-1] == f"best: {max(results):.2f}%  {best}"
     assert torchrun(2, "knn.py", first, other, *flags) == printed
     for split in ("train", "val"):
         (tmp_path / split).symlink_to(Path(photos, "train"))
