@@ -12,7 +12,6 @@ import resource
 import signal
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -147,8 +146,6 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None, stage: str) -
                 value = Path(value).name if name == "data" else value
                 parts.append(f"{name}={'+'.join(map(str, value)) if isinstance(value, list) else value}")
         args.out = "runs/" + re.sub(r"[^\w.=+-]+", "-", "_".join(parts))
-        if len(args.out.encode()) > 200:
-            parser.error(f"--out: give one, since {args.out} is too long for a name")
     return args
 
 
@@ -226,19 +223,13 @@ class Machine:
 
 
 @contextlib.contextmanager
-def one_after_another():
-    """For downloads: the first process goes alone, then the first of each other machine, which may share its
-    disk or not, then the rest. They wait for a day: the process group's 30 minutes may not do.
-    """
-    turn = 0 if is_first() else 1 if int(os.environ.get("LOCAL_RANK", 0)) == 0 else 2
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() else None
-    for _ in range(turn if group else 0):
-        dist.barrier(group)
-    try:
+def one_at_a_time(folder: Path):
+    """For downloads: processes wait for each other, on other machines too where they share the disk."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):      # a folder that is read-only, or a disk without locks: go on
+            folder.mkdir(parents=True, exist_ok=True)
+            fcntl.lockf(stack.enter_context(open(folder / ".lock", "w")), fcntl.LOCK_EX)
         yield
-    finally:      # after an error too: the others meet it themselves, and say so in words
-        for _ in range(2 - turn if group else 0):
-            dist.barrier(group)
 
 
 def seed_everything(*key: int):

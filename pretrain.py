@@ -140,8 +140,7 @@ def main(args: argparse.Namespace):
 
     # teacher, student, optimizer
     grid, objectives = args.image_size // args.patch_size, args.objective.split("_")
-    with common.one_after_another():      # it may be a download
-        teacher = build_teacher(args.teacher, grid)
+    teacher = build_teacher(args.teacher, grid)
     sources = {"the weights of --teacher": digest(teacher), data.NAMES: data.digest(images)}
     teacher.to(machine.device, machine.amp)
     common.seed_everything(args.seed)
