@@ -222,16 +222,6 @@ class Machine:
         return contextlib.nullcontext() if self.world == 1 or last else model.no_sync()
 
 
-@contextlib.contextmanager
-def one_at_a_time(folder: Path):
-    """For downloads: processes wait for each other, on other machines too where they share the disk."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):      # a folder that is read-only, or a disk without locks: go on
-            folder.mkdir(parents=True, exist_ok=True)
-            fcntl.lockf(stack.enter_context(open(folder / ".lock", "w")), fcntl.LOCK_EX)
-        yield
-
-
 def seed_everything(*key: int):
     """Seeds torch by `key`: (seed,) for the weights, (seed, step, rank) for a step's drop path."""
     torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1)
@@ -426,7 +416,7 @@ class Run:
         self.description = {"encoder": encoder, "args": vars(args), "sources": sources}
         self.best, self.line, self.skipped, self.signals = {}, {}, 0, []
         self.saved_at, self.good = time.monotonic(), "nothing was saved yet"
-        self.lock = lock(self.folder) if is_first() else None
+        self.lock = lock(self.folder) if is_first() else contextlib.nullcontext()
         self.first = self.resume()
         self.last = max(self.first, min(plan.steps, args.max_steps or plan.steps))
         self.log = Log(self.folder / "log.jsonl", machine, self.first, args.batch_size)
@@ -484,15 +474,13 @@ class Run:
         """Yields the steps to do, with a progress bar."""
         bar = tqdm(range(self.first, self.last), self.args.stage, self.last, initial=self.first, unit="step",
                    disable=not is_first())
-        with stop_requests(self.signals), bar:
+        with stop_requests(self.signals), bar, self.lock:
             for step in bar:
                 yield step
                 if self.line:
                     names = self.args.objective.split("_") if "objective" in self.args else ["loss"]
                     shown = {name: self.line[name] for name in names} | self.best
                     bar.set_postfix({name: f"{value:.3g}" for name, value in shown.items()}, refresh=False)
-        if self.lock is not None:
-            os.close(self.lock)
 
     def end_step(self, step: int, evaluate=None) -> dict:
         """A log line every 20 steps; a checkpoint by schedule, clock or signal. -> the line, or nothing
@@ -567,17 +555,18 @@ def make_folder(folder: Path):
         raise UserError(f"cannot write to {folder}: give another --out")
 
 
-def lock(folder: Path) -> int:
-    """Makes the folder and takes it for one run, until the file is closed or the process ends."""
-    make_folder(folder)
-    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+def lock(folder: Path, wait: bool = False) -> contextlib.ExitStack:
+    """Makes the folder and takes it for one process, until the stack is closed or the process ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held = contextlib.ExitStack()
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file = held.enter_context((folder / ".lock").open("w"))
+        fcntl.lockf(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"another run is using {folder}: wait, or give another --out") from None
-    except OSError:      # a disk without locks: go on
+    except OSError:      # a folder that is read-only, or a disk without locks: go on
         pass
-    return file
+    return held
 
 
 def finite(state) -> bool:

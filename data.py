@@ -24,7 +24,7 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 from tqdm import tqdm
 
-from common import STOP_SIGNALS, FileError, Machine, Run, UserError, one_at_a_time
+from common import STOP_SIGNALS, FileError, Machine, Run, UserError, lock
 from model import IMAGENET_MEAN, IMAGENET_STD
 from shapes import Shapes
 
@@ -93,7 +93,7 @@ class Photos(Dataset):
 def torchvision_set(name: str, split: str) -> CIFAR10 | Food101:
     """CIFAR-10 or Food-101, downloaded by torchvision to data/. Index it for (uint8 [3, H, W], label)."""
     try:
-        with one_at_a_time(Path("data")):
+        with lock(Path("data"), wait=True):      # processes wait for each other, on other machines too
             if name == "cifar10":
                 return CIFAR10("data", train=split == "train", transform=TF.pil_to_tensor, download=True)
             split = "train" if split == "train" else "test"

@@ -1014,7 +1014,7 @@ def test_processes_download_one_at_a_time_where_the_disk_has_locks(tmp_path):
     log, fork = tmp_path / "log", torch.multiprocessing.get_context("fork")
 
     def download(name):
-        with common.one_at_a_time(tmp_path / "data"):
+        with common.lock(tmp_path / "data", wait=True):
             for _ in range(2):
                 time.sleep(0.05)
                 log.open("a").write(name)
@@ -1024,8 +1024,8 @@ def test_processes_download_one_at_a_time_where_the_disk_has_locks(tmp_path):
     for process in processes:
         process.join()
     assert re.fullmatch(r"(\w)\1(\w)\2(\w)\3", log.read_text())
-    with common.one_at_a_time(Path("/dev/null/data")):      # one that cannot be written
-        pass
+    (tmp_path / "other" / ".lock").mkdir(parents=True)      # one that cannot be written
+    common.lock(tmp_path / "other", wait=True).close()
 
 
 def test_batches_must_divide_among_processes():
