@@ -360,12 +360,10 @@ class Log:
 
     def means(self, step: int) -> dict:
         """A line for `step`. The one place where the host waits for the device."""
-        names = list(dict.fromkeys(name for metrics in self.metrics for name in metrics))
-        means = [torch.stack([metrics[name] for metrics in self.metrics if name in metrics]).float().mean(0)
-                 for name in names]
-        flat = self.machine.sum(torch.cat([mean.reshape(-1) for mean in means])) / self.machine.world
-        flat = flat.cpu().split([mean.numel() for mean in means])
-        line = {name: x.tolist() if mean.ndim else x.item() for name, mean, x in zip(names, means, flat)}
+        line = {}
+        for name in dict.fromkeys(name for metrics in self.metrics for name in metrics):
+            mean = torch.stack([metrics[name] for metrics in self.metrics if name in metrics]).float().mean(0)
+            line[name] = (self.machine.sum(mean) / self.machine.world).tolist()
         seconds, steps = time.perf_counter() - self.since, step - self.step
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         if self.machine.device.type == "cuda":
