@@ -86,13 +86,14 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace):
     if not 0 < int(args.mask_ratio * patches) < patches:
         fail(f"--mask-ratio {args.mask_ratio} masks {int(args.mask_ratio * patches)} of {patches} patches: "
              "at least one must be masked and one visible")
-    if args.balance != "static" and args.objective == "token":
-        fail(f"--balance {args.balance} has nothing to balance: --objective token is one objective")
     static, routed = args.balance == "static", args.experts or args.loss_router
     for met, needs, names in (      # flags that would have no effect
             (args.experts, "--experts above 0", "moe_blocks loss_block"),
+            (not args.loss_router, "a run without --loss-router", "loss_block"),
             (routed, "--experts above 0 or --loss-router",
              "loss_weights detach entropy_weight entropy_on entropy_experts importance_weight"),
+            (args.loss_weights != "uniform", "--loss-weights dispatch or combine", "detach loss_router"),
+            ("_" in args.objective, "an --objective of several terms", "balance"),
             (static and "cls" in args.objective, "--balance static, and cls in --objective", "cls_weight"),
             (static and "pixel" in args.objective, "--balance static, and pixel in --objective",
              "pixel_weight"),
@@ -102,10 +103,6 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace):
                 fail(f"{common.flag(name)} needs {needs}")
     if not routed:
         return
-    if args.loss_router and (args.loss_block or args.loss_weights == "uniform"):
-        fail("--loss-router takes the place of --loss-block, and weights nothing with --loss-weights uniform")
-    if args.detach and args.loss_weights == "uniform":
-        fail("--detach has nothing to detach with --loss-weights uniform")
     experts = 2 if args.loss_router else args.experts
     if args.entropy_weight and len(args.entropy_weight) not in (1, experts):
         fail(f"--entropy-weight has {len(args.entropy_weight)} values: give one, or one for each of the "
