@@ -71,10 +71,9 @@ def silhouette(features: Tensor, labels: Tensor) -> float:
 
 def roc_auc(score: Tensor, positive: Tensor) -> float:
     """Area under the ROC curve: score [M], positive bool [M]; ties count half. NaN if a class is missing."""
-    _, group, counts = score.double().unique(return_inverse=True, return_counts=True)
-    rank = (counts.cumsum(0) - (counts - 1) / 2)[group]      # from 1, the mean rank of ties
-    n, m = positive.sum().item(), (~positive).sum().item()
-    return ((rank[positive].sum().item() - n * (n + 1) / 2) / (n * m)) if n and m else math.nan
+    inside, outside = score[positive], score[~positive].sort().values
+    below = torch.searchsorted(outside, inside) + torch.searchsorted(outside, inside, right=True)
+    return (below.double().mean() / (2 * len(outside))).item()
 
 
 def all_routers(checkpoint: dict, encoder: ViT) -> dict[int, Router]:
