@@ -184,8 +184,6 @@ class UperNet(nn.Module):
 
 def feature_blocks(depth: int) -> list[int]:
     """The blocks whose tokens UperNet sees: 3, 5, 7 and 11 of 12, in proportion of other depths."""
-    if depth < 8:
-        return [round(i * (depth - 1) / 3) for i in range(4)]
     return [round(depth * (block + 1) / 12) - 1 for block in (3, 5, 7, 11)]
 
 
