@@ -1,5 +1,7 @@
 """A set that is drawn on the fly, with class labels and object masks: nothing to download."""
 
+import colorsys
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -57,7 +59,8 @@ class Shapes:
         turn, pitch = rng.uniform(0, np.pi), rng.uniform(12, 18)
         u = pitch * (np.cos(turn) * x + np.sin(turn) * y)
         v = pitch * (np.cos(turn) * y - np.sin(turn) * x)
-        pure = hue_to_rgb(list(self.hues.values())[hue] + rng.uniform(-0.03, 0.03))
+        tint = list(self.hues.values())[hue] + rng.uniform(-0.03, 0.03)
+        pure = np.array(colorsys.hsv_to_rgb(tint % 1, 1, 1))
         color = (1 - rng.uniform(0.5, 0.9) * (1 - pure))[:, None, None]
         light = rng.uniform(0.8, 1.0) * (color if texture == 0 else 1)
         dark = color * (rng.uniform(0.3, 0.5) if texture == 0 else rng.uniform(0.5, 0.9))
@@ -67,8 +70,3 @@ class Shapes:
             image = np.where(np.cos(side) * x + np.sin(side) * y > 0, rng.random(image.shape), image)
         image = np.where(mask, np.where(pattern, light, dark), image)
         return (image.clip(0, 1) * 255).astype(np.uint8), mask
-
-
-def hue_to_rgb(hue: float) -> np.ndarray:
-    """Hue in turns -> its fully saturated color, [3] in [0, 1]."""
-    return np.clip(np.abs((hue * 6 + np.array([0, 4, 2])) % 6 - 3) - 1, 0, 1)
