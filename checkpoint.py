@@ -33,8 +33,6 @@ def load_checkpoint(path: str | Path) -> dict:
             # mapped where the weights move to a GPU; on a CPU they would stay a part of the file
             file = torch.load(path, map_location="cpu", weights_only=True,
                               mmap=torch.cuda.is_available() and zipfile.is_zipfile(path))
-    except FileNotFoundError:
-        raise LoadError(f"{path}: no such file") from None
     except Exception as error:      # not of PyTorch, cut off, with code inside, not readable: a dozen kinds
         why = "not a PyTorch file of plain tensors, or damaged"
         why = error.strerror if isinstance(error, OSError) else why

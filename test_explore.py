@@ -669,7 +669,7 @@ def test_files_that_do_not_load_are_named_and_their_code_never_runs(tmp_path, ca
     monkeypatch.chdir(tmp_path)
     path, vit, bias = tmp_path / "x.pt", nano(dim=192).state_dict(), "blocks.3.norm1.bias"
     probe = {"model": {"head.weight": torch.zeros(1)}, "encoder": nano().config, "args": {}}
-    for content, expected in ((None, "x.pt: no such file"), ([1, 2], "is neither an ExPLoRe checkpoint"),
+    for content, expected in ((None, "x.pt: No such file"), ([1, 2], "is neither an ExPLoRe checkpoint"),
                               ({"weight": torch.zeros(1)}, "timm-style ViT (it lacks cls_token, norm.weight"),
                               ({name: x for name, x in vit.items() if name != bias}, bias),
                               (vit | {bias: torch.zeros(3)}, bias),
