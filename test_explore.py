@@ -559,7 +559,7 @@ def test_losses_read_foreign_routings_by_name_and_refuse_targets_with_registers(
     registers = case._replace(targets=torch.cat([case.targets, case.targets[:, :4]], dim=1))
     with pytest.raises(ValueError, match="targets have 21 tokens, but .* 16 patches need 17: leave out reg"):
         couple(registers)
-    with pytest.raises(ValueError, match="unknown objectives: CLS"):
+    with pytest.raises(KeyError, match="CLS"):
         couple(case, ("token", "CLS"))
     reverse = losses.explore_losses(*case[:4], objectives=("cls", "token"))[0]
     assert torch.equal(reverse, losses.explore_losses(*case[:4])[0].flip(0))      # in the order asked for
