@@ -503,7 +503,7 @@ class Run:
             if next(iter(scores.values())) > next(iter(self.best.values()), -1.0):
                 self.best = scores
                 self.save("best.pt", done)
-        elif scheduled and done % epoch_steps == 0:
+        elif scheduled:
             self.save(f"epoch_{done // epoch_steps:04d}.pt", done)
         self.log.write(self.line)
         self.skipped = self.skipped + steps if self.line["skipped"] == steps else 0
