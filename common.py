@@ -268,19 +268,17 @@ def learning_rate(step: int, plan: Plan, peak: float, floor: float, linear: bool
     return floor + (peak - floor) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def decays(name: str, parameter: Tensor) -> bool:
-    """No weight decay on biases (the experts' b1, b2 too), norms, LayerScale, `scale`, positions, tokens."""
-    undecayed = ("b1", "b2", "pos_embed", "cls_token", "mask_token")
-    return parameter.ndim > 1 and name.split(".")[-1] not in undecayed
-
-
 def adamw(model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float],
           lr_scale=lambda name: 1.0) -> torch.optim.AdamW:
-    """AdamW over what is not frozen; parameter `name` learns at lr_scale(name) times `set_rate`'s rate."""
+    """AdamW over what is not frozen; parameter `name` learns at lr_scale(name) times `set_rate`'s rate.
+
+    No weight decay on biases (the experts' b1, b2 too), norms, LayerScale, `scale`, positions, tokens.
+    """
     groups = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups.setdefault((decays(name, parameter), lr_scale(name)), []).append(parameter)
+            decays = parameter.ndim > 1 and not name.endswith((".b1", ".b2", "pos_embed", "_token"))
+            groups.setdefault((decays, lr_scale(name)), []).append(parameter)
     groups = [dict(params=parameters, weight_decay=weight_decay if decay else 0.0, lr_scale=scale)
               for (decay, scale), parameters in groups.items()]
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
