@@ -275,13 +275,13 @@ def main(args: argparse.Namespace) -> dict[str, float]:
     common.apply_recipe(args, encoder)
     sources = {"the weights in CHECKPOINT": digest(encoder), data.NAMES: data.digest(scenes, val)}
     model = Segmenter(encoder, classes, args.width).to(machine.device)
+    if machine.world > 1 and machine.device.type == "cuda":
+        nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999),
                              common.layerwise_lr(len(encoder.blocks), args.layer_decay))
     run = common.Run(args, machine, plan, encoder.config, sources, model=model, optimizer=optimizer)
     run.announce(args.checkpoint, f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters",
                  f"{len(scenes)} images of {classes} classes")
-    if machine.world > 1 and machine.device.type == "cuda":
-        nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if machine.compile:
         model.compile()
     parallel = machine.parallel(model).train()

@@ -1985,7 +1985,7 @@ def test_scene_views_move_image_and_annotation_together(monkeypatch):
         assert view["image"].shape == (3, 40, 40) and all(torch.equal(view[key], again[key]) for key in view)
         bright, classes = view["image"].float().mean(0), view["annotation"]
         seen |= set(classes.unique().tolist())
-        assert (view["image"][:, classes == 0].T == padding).all()
+        assert (padding == view["image"][:, classes == 0].T).all()
         if (classes == 1).sum() > 50 and (classes == 2).sum() > 50:
             assert bright[classes == 2].mean() > bright[classes == 1].mean() + 40
     assert seen == {0, 1, 2}                                            # 0 is what padding adds
