@@ -358,14 +358,6 @@ def test_attention_in_bf16_on_a_cpu_is_attention():
     assert (model.attention(q, k, v) - exact).abs().max() < 0.02
 
 
-def test_recomputed_blocks_give_the_same_bits(stage, monkeypatch):
-    flags = ["--drop-path", "0.5", "--max-steps", "3", "--experts", "4"]
-    calls = spy(monkeypatch, torch.utils.checkpoint, "checkpoint")
-    plain, _ = train(stage("pretrain", *flags, out="plain"))
-    assert_same_bits(plain, train(stage("pretrain", *flags, "--recompute"))[0])
-    assert len(calls) == 3 * 4                                      # the flag alone asks for it
-
-
 def test_the_decoder_puts_every_visible_token_back_where_it_came_from():
     decoder = model.PixelDecoder(model.ViT(32, 8, dim=192, depth=0, heads=2), dim=192, depth=0)
     for layer in (decoder.embed, decoder.pixels):                   # without blocks and norm, nothing changes
@@ -1207,7 +1199,7 @@ ODD = ("--max-steps 3 --epochs 3 --warmup-epochs 0.5 --lr 0.01 --min-lr 0.002 --
 
 
 @pytest.mark.parametrize("flags", (
-    "--mask-ratio 0.6 --cls-weight 0.3 --entropy-weight 0.2 --moe-blocks 0 2 3 --loss-block 2",
+    "--mask-ratio 0.6 --cls-weight 0.3 --entropy-weight 0.2 --moe-blocks 0 2 3 --loss-block 2 --recompute",
     "--encoding dense --objective token_cls_pixel --pixel-weight 0.3 --entropy-weight 0.1 0.3 0.2 "
     "--importance-weight 2 --entropy-experts 0 2 --loss-weights combine",
     "--objective token_pixel --detach --loss-block 1 3 --entropy-on combine --balance rlw",
@@ -1218,7 +1210,9 @@ ODD = ("--max-steps 3 --epochs 3 --warmup-epochs 0.5 --lr 0.01 --min-lr 0.002 --
 def test_pretraining_equals_a_plain_loop(stage, monkeypatch, flags):
     monkeypatch.setattr(model.PixelDecoder.__init__, "__defaults__", (64, 1, 2))
     argv, watched = stage("pretrain", ODD + flags), spy(monkeypatch, pretrain, "warn_of_collapse")
+    recomputed = spy(monkeypatch, torch.utils.checkpoint, "checkpoint")
     _, state, log = play("pretrain", argv)
+    assert bool(recomputed) == ("recompute" in flags)
     plain = plain_pretraining(pretrain.parse_args(argv))
     plain.equals(state, log)
     assert log[-1]["objective_weights"] == pytest.approx(np.mean(plain.weights, 0), rel=1e-3)
