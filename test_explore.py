@@ -679,16 +679,10 @@ def test_files_that_do_not_load_are_named_and_their_code_never_runs(tmp_path, ca
     assert not Path("sprung").exists()
 
 
-def test_position_embeddings_resize_to_another_grid():
-    ramp = torch.arange(4.0)[:, None].expand(4, 4).reshape(1, 16, 1)
-    embed = torch.cat([torch.full((1, 1, 1), 7.0), ramp], dim=1)
-    assert checkpoint.resize_pos_embed(embed, 4) is embed
-    larger = checkpoint.resize_pos_embed(embed, 8)[0]
-    rows, expected = larger[1:].view(8, 8)[2:6], torch.tensor([[0.75], [1.25], [1.75], [2.25]])
-    assert larger[0] == 7 and torch.allclose(rows, expected.expand(4, 8), atol=0.05)      # a ramp stays one
+def test_position_embeddings_resize_to_another_grid_as_timms():
     from timm.layers import resample_abs_pos_embed as theirs
-    noise, ours = torch.randn(1, 17, 3), checkpoint.resize_pos_embed
-    assert torch.allclose(ours(noise, 6), theirs(noise, [6, 6]), atol=1e-6)
+    embed, ours = torch.randn(1, 17, 3), checkpoint.resize_pos_embed
+    assert torch.allclose(ours(embed, 6), theirs(embed, [6, 6]), atol=1e-6) and ours(embed, 4) is embed
 
 
 # ------------------------------------------------------------------------------------------------- teacher
