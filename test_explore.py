@@ -167,9 +167,6 @@ def start(*argv, **kwargs):
                             stderr=subprocess.PIPE, start_new_session=True, **dict(cwd=HERE) | kwargs)
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-
-
 def loopback():
     """Whether processes of this machine can reach each other, as torchrun's have to."""
     with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as server:
@@ -191,7 +188,8 @@ def finish(process):
 
 def torchrun(processes, script, *argv):
     """A real torchrun on the CPU -> its standard output."""
-    process = start(*TORCHRUN, processes, HERE / script, *argv)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
+    process = start(*command, HERE / script, *argv)
     out, error = finish(process)
     assert process.returncode == 0, error
     return out
@@ -207,21 +205,9 @@ def refusal(capsys, name, *argv):
     return error.split("error: ", 1)[1]
 
 
-def flatten(value):
-    if isinstance(value, dict):
-        return [leaf for key in sorted(value, key=str) for leaf in flatten(value[key])]
-    return [leaf for item in value for leaf in flatten(item)] if isinstance(value, (list, tuple)) else [value]
-
-
 def assert_same_bits(a, b):
     for part in ("model", "optimizer"):
-        for x, y in zip(flatten(a[part]), flatten(b[part]), strict=True):
-            assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
-
-
-def assert_close(a, b):
-    for name, value in a["model"].items():
-        assert torch.allclose(value, b["model"][name], atol=1e-4), name
+        torch.testing.assert_close(a[part], b[part], rtol=0, atol=0)
 
 
 # ------------------------------------------------------------------------------------------------ Soft-MoE
@@ -812,8 +798,6 @@ def test_block_masks_have_exact_counts_and_are_blocks():
             if (grid, ratio) == (14, 0.4):
                 lone.append(outside_blocks(mask.reshape(grid, grid), 16))
     assert np.mean(lone) < 8 and max(lone) < 16      # nearly all 78 lie in whole blocks of at least 16
-    scattered = [outside_blocks(rng.permutation(196).reshape(14, 14) < 78, 16) for _ in range(20)]
-    assert min(scattered) > 70                        # as those of a random mask do not
 
 
 def test_odd_images_load_right(tmp_path):
@@ -1072,8 +1056,6 @@ def test_the_host_waits_for_nothing_between_logged_steps(stage, monkeypatch, fla
     at_step(monkeypatch, 0, reads.__enter__)
     at_step(monkeypatch, 1, lambda: reads.__exit__(None, None, None))
     train(stage("pretrain", f"--max-steps 3 --repeat-batch {flags}"))
-    with reads, pytest.raises(AssertionError):                         # it does see them
-        torch.ones(1).item()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")
@@ -1419,7 +1401,7 @@ def test_two_processes_leave_together_when_one_gets_the_signal_and_one_resumes(s
     assert out.splitlines()[-1].startswith("SIGTERM: ") and "last.pt holds step 3;" in out
     parts, _ = train(argv)                                     # another number of processes: the same curve
     assert parts["step"] == 8
-    assert_close(whole, parts)
+    torch.testing.assert_close(whole["model"], parts["model"], rtol=1e-5, atol=1e-4)
 
 
 @needs_loopback
@@ -1705,7 +1687,7 @@ def test_compiled_training_follows_the_plain_curve(stage, monkeypatch, flags):
         train(stage("pretrain", f"{flags} {flag}", out=flag)) for flag in ("--no-compile", "--compile"))
     for name in ("loss", "token", "entropy_loss", "grad_norm", "objective_weights"):
         assert plain_log[-1][name] == pytest.approx(compiled_log[-1][name], rel=1e-4), name
-    assert_close(plain, compiled)
+    torch.testing.assert_close(plain["model"], compiled["model"], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("flags, expected", (
@@ -2327,15 +2309,13 @@ def experiments(photos, tmp_path):
     """experiments(SEEDS, SET, ROW ...) -> (stage, argv) of each command of run.sh; none is run."""
     log, images = tmp_path / "log", tmp_path / "a folder"
     images.symlink_to(photos)
-    (tmp_path / "python").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" "" >> "{log}"\n')
-    (tmp_path / "python").chmod(0o755)
+    environment = stand_in(tmp_path, "python", f'printf "%s\\n" "$@" "" >> "{log}"')
 
     def commands(seeds, *argv, camvid=""):
         log.write_text("")
-        subprocess.run(["sh", HERE / "experiments" / "run.sh", *argv], check=True, env=os.environ | {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUNS": str(tmp_path / "the runs"), "SEEDS": seeds,
-            "CIFAR": str(images), "FULL": str(images), "CAMVID": camvid,
-            "MORE": "--max-steps 4 --save-every 1 --save-minutes 1e-9"})
+        subprocess.run(["sh", HERE / "experiments" / "run.sh", *argv], check=True, env=environment | {
+            "RUNS": str(tmp_path / "the runs"), "SEEDS": seeds, "CIFAR": str(images), "FULL": str(images),
+            "CAMVID": camvid, "MORE": "--max-steps 4 --save-every 1 --save-minutes 1e-9"})
         calls = [call.split("\n") for call in log.read_text().strip().split("\n\n")]
         return [(call[0].removesuffix(".py").replace("linprobe", "linear"), call[1:]) for call in calls]
     return commands
