@@ -2371,14 +2371,6 @@ def test_a_star_is_a_difference_above_4_3_errors_of_three_seeds_to_the_row_that_
     assert "| 6.0 (+3.00) |" in table.results(rows) and "| 6.0 (+5.00) |" in table.results(rows, "none")
 
 
-def test_a_dagger_marks_older_rows_until_newer_ones_of_as_many_seeds(table):
-    old = "<!-- table.py x -->\n| uniform† | 3 | 1 |\n| a† | 3 | 2 |\n| b† | 1 | 3 |\n<!-- end -->"
-    for seeds, stay in ((1, ["uniform†", "a†"]), (3, [])):
-        new = f"| a | {seeds} | 5 |\n| b | {seeds} | 6 |"
-        filled = table.fill(old, "x", new)
-        assert re.findall(r"\w+†", filled) == stay and new in filled
-
-
 def test_the_readme_of_the_experiments_is_what_the_scripts_take_and_make(experiments, table):
     for name in ("noise", "shapes", "cifar"):
         if (file := HERE / "experiments" / f"{name}.json").exists():

@@ -208,18 +208,9 @@ def balances(sets: dict[str, list[dict]]) -> str:
 
 
 def fill(text: str, name: str, table: str) -> str:
-    """Puts a table between <!-- table.py NAME --> and <!-- end -->. Rows with a dagger are of earlier code:
-    they stay until a new one of as many seeds takes their place, and their `uniform` as long as they do.
-    """
-    def replace(match: re.Match) -> str:
-        new = {row: int(seeds) for row, seeds in re.findall(r"^\| (\S.*?) \| (\d+) \|", table, re.MULTILINE)}
-        old = re.findall(r"^\| (\S.*?)† \| (\d+) \|(.*)\n", match[2], re.MULTILINE)
-        kept = [row for row, seeds, _ in old if new.get(row, 0) < int(seeds) and not row.endswith("uniform")]
-        lines = [f"| {row}† | {seeds} |{rest}" for row, seeds, rest in old
-                 if row in kept or row.endswith("uniform") and kept]
-        return match[1] + "\n".join([table, *lines, match[3]])
-
-    return re.sub(rf"(<!-- table.py {name} -->\n)(.*?)(<!-- end -->)", replace, text, flags=re.DOTALL)
+    """Puts a table between <!-- table.py NAME --> and <!-- end -->."""
+    return re.sub(rf"(<!-- table.py {name} -->\n).*?(<!-- end -->)",
+                  lambda match: f"{match[1]}{table}\n{match[2]}", text, flags=re.DOTALL)
 
 
 def main(args: argparse.Namespace) -> dict[str, str]:
