@@ -23,7 +23,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace):
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(4.4, 3.2), layout="constrained")
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
     axis = figure.subplots()
     for color, (name, title) in enumerate(TITLES.items()):
         file = args.json / f"{name}.json"
@@ -36,7 +36,7 @@ def main(args: argparse.Namespace):
             axis.loglog(weights, measured, f"C{color}o", label=f"measured, {title}", fillstyle="none")
     axis.set(xlabel="lambda", ylabel="variation")
     axis.minorticks_off()
-    axis.legend(fontsize=7)
+    figure.legend(fontsize=8, loc="outside right upper")
     figure.savefig(args.out, dpi=90)
 
 
