@@ -407,7 +407,7 @@ class Run:
                  sources: dict[str, str], **parts):
         self.args, self.machine, self.plan, self.folder = args, machine, plan, Path(args.out)
         self.parts = parts | {"scaler": machine.scaler}
-        kinds = {type(module) for module in parts["model"].modules()}      # SyncBatchNorm has all processes'
+        kinds = {type(module) for module in parts["model"].modules()}      # SyncBatchNorm spans processes
         if plan.micro_batch == 1 and kinds & {nn.BatchNorm1d, nn.BatchNorm2d}:
             raise UserError("--micro-batch 1: BatchNorm needs at least 2 images")
         self.description = {"encoder": encoder, "args": vars(args), "sources": sources}
