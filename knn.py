@@ -1,7 +1,7 @@
 """k-NN accuracy of frozen encoders on val/, with train/ as the bank: no training, no parameters.
 
     python knn.py runs/NAME/epoch_0300.pt
-    torchrun --nproc_per_node 4 knn.py runs/NAME/epoch_*.pt        # a table, the best of them, and knn.json
+    torchrun --nproc_per_node 4 knn.py runs/NAME/epoch_*.pt        # a table, the best of them, and knn.jsonl
 """
 
 import argparse
@@ -66,10 +66,9 @@ def classify(queries: Tensor, bank: Tensor, labels: Tensor, classes: int, k: int
 def main(args: argparse.Namespace) -> list[float]:
     """-> top-1 accuracy of each checkpoint, in percent"""
     machine, results = common.Machine(args), {}
-    file = Path(args.out or Path(args.checkpoints[0]).parent, "knn.json")
+    file = Path(args.out or Path(args.checkpoints[0]).parent, "knn.jsonl")
     if common.is_first():
         common.make_folder(file.parent)
-        rows = json.loads(file.read_text()) if file.exists() else []
     for path in args.checkpoints:
         encoder = load_encoder(path).to(machine.device).eval()
         size = encoder.config["image_size"]
@@ -86,9 +85,10 @@ def main(args: argparse.Namespace) -> list[float]:
         results[path] = 100 * machine.sum((predicted == labels[mine]).sum()).item() / len(labels)
         if common.is_first():
             print(f"{results[path]:6.2f}%  {path}", flush=True)
-            what = {"checkpoint": path, "data": args.data, "k": args.k, "temperature": args.temperature}
-            rows = [row for row in rows if not what.items() <= row.items()] + [what | {"top1": results[path]}]
-            file.write_text(json.dumps(rows, indent=1) + "\n")
+            row = {"checkpoint": path, "data": args.data, "k": args.k, "temperature": args.temperature,
+                   "top1": results[path]}
+            with open(file, "a") as lines:      # nothing is read: runs beside this one lose no row
+                lines.write(json.dumps(row) + "\n")
     if common.is_first() and len(results) > 1:
         best = max(results, key=results.get)
         print(f"best: {results[best]:.2f}%  {best}")

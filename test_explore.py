@@ -1762,10 +1762,24 @@ def test_knn_finds_its_own_images_prints_the_best_and_is_the_same_in_two_process
     for split in ("train", "val"):
         (tmp_path / split).symlink_to(Path(photos, "train"))
     assert knn.main(knn.parse_args([first, *flags, "-k", "1", "--data", str(tmp_path)])) == [100.0]
-    rows = json.loads((tmp_path / "knn.json").read_text())       # a row for each question, asked twice or not
+    rows = list(map(json.loads, (tmp_path / "knn.jsonl").read_text().splitlines()))
     assert [(row["checkpoint"], row["data"], row["k"], row["top1"]) for row in rows] == [
-        (first, photos, 5, results[0]), (other, photos, 5, results[1]), (first, str(tmp_path), 1, 100.0)]
+        *[(first, photos, 5, results[0]), (other, photos, 5, results[1])] * 2, (first, str(tmp_path), 1, 100.0)]
     assert "-k 33: there are only 32 training images" in refusal(capsys, "knn", first, *flags, "-k", "33")
+
+
+def test_runs_of_knn_beside_each_other_lose_no_row(photos, tmp_path, monkeypatch):
+    """Not the one that another run wrote since this one began, nor one that is cut off."""
+    argv, file = [write_checkpoint(tmp_path / "e.pt"), "--data", photos, *QUICK], tmp_path / "knn.jsonl"
+    file.write_text('{"checkpoint": "a.p\n')
+
+    def beside(*args, classify=knn.classify):
+        file.open("a").write("another\n")
+        return classify(*args)
+    monkeypatch.setattr(knn, "classify", beside)
+    knn.main(knn.parse_args(argv))
+    cut, another, row = file.read_text().splitlines()
+    assert (cut, another) == ('{"checkpoint": "a.p', "another") and json.loads(row)["checkpoint"] == argv[0]
 
 
 def test_knn_votes_on_cls_after_the_norm_of_normalized_images(photos, tmp_path, monkeypatch):
@@ -1778,7 +1792,7 @@ def test_knn_votes_on_cls_after_the_norm_of_normalized_images(photos, tmp_path, 
         features.append((tokens / tokens.norm(dim=1, keepdim=True)).detach())
     flags = ["-k", "7", "--temperature", "0.05", "--out", str(tmp_path / "out"), *QUICK]
     accuracy, = knn.main(knn.parse_args([path, "--data", photos, *flags]))
-    assert (tmp_path / "out" / "knn.json").exists()
+    assert (tmp_path / "out" / "knn.jsonl").exists()
     assert all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(calls[0].args, features))
     assert calls[0].args[2].tolist() == bank.targets and calls[0].args[3:] == (4, 7, 0.05)
     predicted = knn.classify(*features, torch.tensor(bank.targets), 4, 7, 0.05)
@@ -2315,9 +2329,9 @@ def test_experiments_are_run_measured_and_drawn(experiments, scenes, photos, tab
         SCRIPTS[stage].main(SCRIPTS[stage].parse_args([*argv, "--batch-size", "8", "--workers", "0"]))
     again = [stage for stage, _ in experiments("0", "cifar", "uniform")]
     assert again == ["pretrain", "linear", "linear"]      # they find their last.pt
-    for file in tmp_path.glob("the runs/cifar/*/knn.json"):
-        random_init = {"checkpoint": "epoch_0000.pt", "top1": 101.0}
-        file.write_text(json.dumps([*json.loads(file.read_text()), random_init]))
+    for file in tmp_path.glob("the runs/cifar/*/knn.jsonl"):      # of an earlier model, and of another
+        rows = {"checkpoint": "last.pt", "top1": 101.0}, {"checkpoint": "epoch_0000.pt", "top1": 101.0}
+        file.write_text("\n".join([json.dumps(rows[0]), file.read_text() + json.dumps(rows[1])]))
 
     (tmp_path / "README.md").write_text(EXPERIMENTS, "utf-8")
     argv = ["cifar", "--runs", str(tmp_path / "the runs"), "--out", str(tmp_path)]

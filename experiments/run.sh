@@ -46,7 +46,7 @@ experiment() {      # FLAGS: pretraining, k-NN, routing, both probes, CamVid
         out=$runs/$set/$row-$seed
         python pretrain.py --data "$data" $student $size --epochs $epochs --teacher "$teacher/last.pt" \
             --seed $seed --save-every 100 --out "$out" "$@" $MORE
-        grep -qs last.pt "$out/knn.json" || python knn.py "$out/last.pt" --data "$data" --amp off --workers 1
+        grep -qs last.pt "$out/knn.jsonl" || python knn.py "$out/last.pt" --data "$data" --amp off --workers 1
         [ $row = none ] || [ -e "$out/routing.json" ] ||
             python routing.py "$out/last.pt" --data "$data" --amp off --workers 1
         for probe in linear ep; do

@@ -81,12 +81,14 @@ def held_out(path: Path, images: int = 1000) -> tuple[Tensor, Tensor | None]:
 
 def measure(run: Path) -> dict:
     """The values of a finished run, a row of SET.json."""
+    def rows(file: str) -> list[dict]:
+        return list(map(json.loads, (run / file).read_text().splitlines()))
+
     def log(stage: str, name: str) -> list[float]:
-        lines = map(json.loads, (run / stage / "log.jsonl").read_text().splitlines())
-        return [line[name] for line in lines if name in line]
+        return [line[name] for line in rows(f"{stage}/log.jsonl") if name in line]
 
     args, (name, seed) = json.loads((run / "args.json").read_text()), run.name.rsplit("-", 1)
-    knn = {Path(row["checkpoint"]).name: row["top1"] for row in json.loads((run / "knn.json").read_text())}
+    knn = {Path(row["checkpoint"]).name: row["top1"] for row in rows("knn.jsonl")}      # the latest counts
     loss, weight = held_out(run / "last.pt")
     row = {"row": name, "seed": int(seed), "knn": knn["last.pt"], "linear": max(log("linear", "top1")),
            "ep": max(log("ep", "top1")), "token_loss": loss.mean().item(),
