@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torchvision
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import CIFAR10, DatasetFolder, Food101
 from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 from tqdm import tqdm
@@ -38,9 +38,10 @@ NAMES = "the class or file names in --data"      # what of it a run remembers
 
 def read_image(path: str | os.PathLike) -> Tensor:
     """An image file as RGB, uint8 [3, H, W], upright by its EXIF orientation, on white where transparent."""
-    with contextlib.suppress(Exception):      # JPEGs, whatever their name says: the same pixels, faster
-        return decode_jpeg(read_file(str(path)), ImageReadMode.RGB, apply_exif_orientation=True)
-    try:      # other formats, and words for what is broken
+    with contextlib.suppress(Exception):      # a JPEG: Pillow's pixels, faster, while torchvision has this
+        jpeg = torchvision.io.read_file(str(path))
+        return torchvision.io.decode_jpeg(jpeg, torchvision.io.ImageReadMode.RGB, apply_exif_orientation=True)
+    try:      # all other formats, and words for what is broken
         with Image.open(path) as picture:
             if picture.mode[0] in "IF":      # 16 or 32 bits; Pillow would make white of them
                 raise ValueError(f"mode {picture.mode}, expected 8 bits a channel")

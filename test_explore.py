@@ -35,6 +35,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+import torchvision  # noqa: E402
 from PIL import Image, ImageOps  # noqa: E402
 from torch import nn  # noqa: E402
 from torchvision.transforms import v2  # noqa: E402
@@ -823,6 +824,23 @@ def test_odd_images_load_right(tmp_path):
         data.open_images(str(tmp_path / "val"), "val", 32)
     with pytest.raises(common.FileError, match="16bit.png .ValueError: mode I;16, expected 8 bits a channel"):
         data.read_image(tmp_path / "val" / "16bit.png")      # not white, as Pillow would have it
+
+
+@pytest.mark.skipif(not hasattr(torchvision.io, "decode_jpeg"), reason="a torchvision without a decoder")
+def test_jpegs_are_read_without_pillow_and_have_its_pixels(tmp_path, monkeypatch):
+    """Whatever their name, color space or orientation; a PNG by that name is read as a PNG."""
+    image, pictures, expected = TF.to_pil_image(Shapes("train", 50)[0][0]).crop((0, 0, 41, 50)), {}, {}
+    for orientation in range(1, 9):
+        pictures[f"{orientation}.jpg"] = image, dict(exif=Image.Exif())
+        pictures[f"{orientation}.jpg"][1]["exif"][0x0112] = orientation
+    pictures |= {"gray.png": (image.convert("L"), {}), "cmyk.JPEG": (image.convert("CMYK"), {}),
+                 "progressive.jpg": (image, dict(progressive=True))}
+    for name, (picture, how) in pictures.items():
+        picture.save(tmp_path / name, format="JPEG", **how)
+        expected[name] = TF.pil_to_tensor(ImageOps.exif_transpose(Image.open(tmp_path / name)).convert("RGB"))
+    monkeypatch.setattr(Image, "open", Mock(side_effect=AssertionError))
+    for name, pixels in expected.items():
+        assert torch.equal(data.read_image(tmp_path / name), pixels), name
 
 
 def test_an_image_that_cannot_be_read_is_named(stage, photos, tmp_path):
