@@ -34,6 +34,8 @@ RANGES = dict(seed="[0, 4294967296)", workers="[0, inf)", experts="[0, inf)", mo
               block="[0, inf)", loss_block="[0, inf)", entropy_experts="[0, inf)", mask_ratio="(0, 1)",
               drop_path="[0, 1)", expert_dropout="[0, 1)", betas="[0, 1)", layer_decay="(0, 1]",
               temperature="(0, inf)")
+SOURCES = {"teacher": "the weights of --teacher", "encoder": "the weights in CHECKPOINT",
+           "images": "the class or file names in --data"}      # what a run is made of besides its flags
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 LOG_EVERY = 20      # steps
 PATIENCE = 20       # skipped updates in a row; fp16's scaler settles in fewer
@@ -400,7 +402,7 @@ class Run:
     """A training run in its folder: it resumes from last.pt, logs, saves, and leaves when it is asked to.
 
     `parts` are what a checkpoint consists of: model, optimizer, ...; `encoder` are the arguments that rebuild
-    the encoder; `sources` name what the run is made of besides its flags, with a digest of each.
+    the encoder; `sources` are digests of what the run is made of besides its flags, by the names in SOURCES.
     """
 
     def __init__(self, args: argparse.Namespace, machine: Machine, plan: Plan, encoder: dict,
@@ -451,7 +453,7 @@ class Run:
             raise UserError(f"{self.folder} holds a run of {old.get('stage')}.py: give another --out")
         changes = [f"{flag(name)} was {old.get(name)}, is {new.get(name)}" for name in sorted(new | old)
                    if name not in FREE_FLAGS and new.get(name) != old.get(name)]
-        changes += [f"{name} changed" for name, value in self.description["sources"].items()
+        changes += [f"{SOURCES[name]} changed" for name, value in self.description["sources"].items()
                     if value != state["sources"].get(name)]
         if changes:
             raise UserError(f"{self.folder} holds another run ({'; '.join(changes)}): give the same flags "

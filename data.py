@@ -31,7 +31,6 @@ from model import IMAGENET_MEAN, IMAGENET_STD
 from shapes import Shapes
 
 BICUBIC = InterpolationMode.BICUBIC
-NAMES = "the class or file names in --data"      # what of it a run remembers
 
 
 # ------------------------------------------------------------------------------------------------ images

@@ -132,7 +132,7 @@ def fit(args: argparse.Namespace, machine: common.Machine, encoder: ViT, model: 
     are digests of files (see common.Run). `erase` adds random erasing to strong augmentation.
     """
     plan, image_size = common.make_plan(args, machine.world, len(images)), encoder.config["image_size"]
-    sources = sources | {data.NAMES: data.digest(images, val)}
+    sources = sources | {"images": data.digest(images, val)}
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
     run = common.Run(args, machine, plan, encoder.config, sources, model=model, optimizer=optimizer)
     run.announce(args.checkpoint or "from scratch",
@@ -183,7 +183,7 @@ def main(args: argparse.Namespace) -> dict[str, float]:
     common.seed_everything(args.seed)
     if checkpoint:
         encoder = load_encoder(checkpoint, grid=image_size // patch_size, drop_path=args.drop_path)
-        sources = {"the weights in CHECKPOINT": digest(encoder)}
+        sources = {"encoder": digest(encoder)}
     else:
         encoder = build_vit(args.model or "vit_base", image_size=image_size, patch_size=patch_size,
                             drop_path=args.drop_path)

@@ -64,7 +64,7 @@ class EfficientProbe(nn.Module):
 def main(args: argparse.Namespace) -> dict[str, float]:
     """-> top-1 and top-5 accuracy of the best epoch on val/, in percent"""
     machine, encoder = common.Machine(args), load_encoder(args.checkpoint).eval().requires_grad_(False)
-    sources, image_size = {"the weights in CHECKPOINT": digest(encoder)}, encoder.config["image_size"]
+    sources, image_size = {"encoder": digest(encoder)}, encoder.config["image_size"]
     images, val = (data.open_images(args.data, split, image_size) for split in ("train", "val"))
     encoder.to(machine.device)
     if machine.compile:

@@ -138,7 +138,7 @@ def main(args: argparse.Namespace):
     # teacher, student, optimizer
     grid, objectives = args.image_size // args.patch_size, args.objective.split("_")
     teacher = build_teacher(args.teacher, grid)
-    sources = {"the weights of --teacher": digest(teacher), data.NAMES: data.digest(images)}
+    sources = {"teacher": digest(teacher), "images": data.digest(images)}
     teacher.to(machine.device, machine.amp)
     common.seed_everything(args.seed)
     encoder = build_vit(args.model, image_size=args.image_size, patch_size=args.patch_size,

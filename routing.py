@@ -154,7 +154,7 @@ def distillation(checkpoint: dict, encoder: nn.Module, path: str, machine: commo
         if not name or weight is None:
             raise LoadError("it is not a pretraining checkpoint")
         teacher = build_teacher(name, encoder.grid)
-        if checkpoint.get("sources", {}).get("the weights of --teacher", digest(teacher)) != digest(teacher):
+        if checkpoint.get("sources", {}).get("teacher", digest(teacher)) != digest(teacher):
             raise LoadError(f"the weights of {name} have changed")
         teacher.to(machine.device, machine.amp)
     except LoadError as error:

@@ -273,7 +273,7 @@ def main(args: argparse.Namespace) -> dict[str, float]:
     common.seed_everything(args.seed)
     encoder = load_encoder(checkpoint, grid=crop // patch_size, drop_path=args.drop_path)
     common.apply_recipe(args, encoder)
-    sources = {"the weights in CHECKPOINT": digest(encoder), data.NAMES: data.digest(scenes, val)}
+    sources = {"encoder": digest(encoder), "images": data.digest(scenes, val)}
     model = Segmenter(encoder, classes, args.width).to(machine.device)
     if machine.world > 1 and machine.device.type == "cuda":
         nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -1358,7 +1358,7 @@ def test_a_run_stopped_by_a_signal_is_the_run_that_was_never_stopped(
     written = last.read_bytes()
     play(name, argv)                                                 # a finished run stays as it is
     assert last.read_bytes() == written
-    assert {"pretrain": "the weights of --teacher"}.get(name, "the weights in CHECKPOINT") in parts["sources"]
+    assert parts["sources"].keys() == {"images", "teacher" if name == "pretrain" else "encoder"}
 
 
 def driver(tmp_path, fault):
@@ -2167,7 +2167,7 @@ def test_two_checkpoints_stand_side_by_side(write_student, tmp_path, capsys, mon
         show(*argv)
         for name in ("blocks.png", "correlation.png"):
             assert min(Image.open(tmp_path / "both" / name).size) > 200
-    torch.save(torch.load(argv[0]) | {"sources": {"the weights of --teacher": "others"}}, argv[0])
+    torch.save(torch.load(argv[0]) | {"sources": {"teacher": "others"}}, argv[0])
     assert "correlation" not in show(argv[0])[0] and ".pt have changed" in capsys.readouterr().out
 
 
