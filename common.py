@@ -31,9 +31,8 @@ FREE_FLAGS = {"data", "checkpoint", "out", "workers", "micro_batch", "compile", 
               "save_every", "save_minutes", "max_steps"}
 # The numbers that a flag takes; of the others, whole numbers start at 1 and fractions at 0
 RANGES = dict(seed="[0, 4294967296)", workers="[0, inf)", experts="[0, inf)", moe_blocks="[0, inf)",
-              block="[0, inf)", loss_block="[0, inf)", entropy_experts="[0, inf)", mask_ratio="(0, 1)",
-              drop_path="[0, 1)", expert_dropout="[0, 1)", betas="[0, 1)", layer_decay="(0, 1]",
-              temperature="(0, inf)")
+              block="[0, inf)", loss_block="[0, inf)", mask_ratio="(0, 1)", drop_path="[0, 1)",
+              expert_dropout="[0, 1)", betas="[0, 1)", layer_decay="(0, 1]", temperature="(0, inf)")
 SOURCES = {"teacher": "the weights of --teacher", "encoder": "the weights in CHECKPOINT",
            "images": "the class or file names in --data"}      # what a run is made of besides its flags
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP

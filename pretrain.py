@@ -59,12 +59,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="beyond the paper: a router for the losses alone, on the final tokens, also with --experts 0")
     add("--detach", action="store_true",
         help="weight the loss by constants, which send the router no gradient: the paper's main ablation")
-    add("--entropy-weight", type=float, nargs="+", metavar="L",
-        help="lambda of the entropy, one for all experts or one for each (default: 5.0)")
+    add("--entropy-weight", type=float, nargs="+", default=[5.0], metavar="L",
+        help="lambda of the entropy of experts 0, 1, ...; the last value counts for the rest (default: 5.0)")
     add("--entropy-on", choices=("dispatch", "combine"), default="dispatch",
         help="weights whose entropy is regularized (default: %(default)s)")
-    add("--entropy-experts", type=int, nargs="+", metavar="E",
-        help="experts whose entropy is regularized (default: all)")
     add("--importance-weight", type=float, default=0.0, metavar="W",
         help="weight of the importance loss on combine weights (default: %(default)s)")
     add = parser.add_argument_group("global balancing of the objectives, the baselines").add_argument
@@ -91,7 +89,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace):
             (args.experts, "--experts above 0", "moe_blocks loss_block"),
             (not args.loss_router, "a run without --loss-router", "loss_block"),
             (routed, "--experts above 0 or --loss-router",
-             "loss_weights detach entropy_weight entropy_on entropy_experts importance_weight"),
+             "loss_weights detach entropy_weight entropy_on importance_weight"),
             (args.loss_weights != "uniform", "--loss-weights dispatch or combine", "detach loss_router"),
             ("_" in args.objective, "an --objective of several terms", "balance"),
             (static and "cls" in args.objective, "--balance static, and cls in --objective", "cls_weight"),
@@ -104,11 +102,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace):
     if not routed:
         return
     experts = 2 if args.loss_router else args.experts
-    if args.entropy_weight and len(args.entropy_weight) not in (1, experts):
-        fail(f"--entropy-weight has {len(args.entropy_weight)} values: give one, or one for each of the "
-             f"{experts} experts")
-    if unexpected := set(args.entropy_experts or []) - set(range(experts)):
-        fail(f"--entropy-experts {min(unexpected)}: experts are 0 to {experts - 1}")
+    if len(args.entropy_weight) > experts:
+        fail(f"--entropy-weight has {len(args.entropy_weight)} values for {experts} experts")
     dense_pixels = args.encoding == "dense" and "pixel" in args.objective
     if experts == 1 and dense_pixels and args.loss_weights != "uniform":
         fail("--experts 1: with --encoding dense, expert 1 weights the pixel loss, so there must be 2")
@@ -119,15 +114,6 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace):
     if unexpected := set(args.loss_block or []) - set(blocks):
         blocks = " ".join(map(str, blocks))
         fail(f"--loss-block {min(unexpected)} has no experts: the MoE blocks are {blocks}")
-
-
-def entropy_weights(args: argparse.Namespace) -> list[float]:
-    """lambda of each expert; 0 for those that --entropy-experts leaves out."""
-    weights = args.entropy_weight or [5.0]
-    experts = 2 if args.loss_router else args.experts
-    weights = weights if len(weights) > 1 else weights * experts
-    chosen = args.entropy_experts or range(experts)
-    return [weight if e in chosen else 0.0 for e, weight in enumerate(weights)]
 
 
 def main(args: argparse.Namespace):
@@ -149,9 +135,11 @@ def main(args: argparse.Namespace):
     optimizer = common.adamw(student, args.lr, args.weight_decay, args.betas)
 
     # losses and their weights
+    lambdas = args.entropy_weight      # of experts 0, 1, ...; the last one counts for the rest
+    lambdas = lambdas + lambdas[-1:] * ((2 if args.loss_router else args.experts) - len(lambdas))
     coupling = dict(objectives=objectives, loss_block=args.loss_block, loss_weights=args.loss_weights,
                     detach=args.detach, entropy_on=args.entropy_on, importance_weight=args.importance_weight,
-                    entropy_weights=torch.tensor(entropy_weights(args), device=machine.device))
+                    entropy_weights=torch.tensor(lambdas, device=machine.device))
     fixed = dict(token=1.0, cls=args.cls_weight, pixel=args.pixel_weight)
     fixed = torch.tensor([fixed[name] for name in objectives], device=machine.device)      # [K]
     if args.balance == "gradnorm":
@@ -176,7 +164,7 @@ def main(args: argparse.Namespace):
             compute_losses = torch.compile(explore_losses)
     routers = [module for module in student.modules() if isinstance(module, Router)]
     model = machine.parallel(student).train()
-    neutral = 1 / len(coupling["entropy_weights"]) if args.loss_weights == "combine" else 1.0
+    neutral = 1 / len(lambdas) if args.loss_weights == "combine" else 1.0
     views = data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio)
     batches = data.train_batches(views, len(images), run)
 

@@ -1148,9 +1148,9 @@ def plain_pretraining(args, world=1):
     plain = Plain(args, student, images, views, betas=args.betas, world=world)
     fixed = dict(token=1.0, cls=args.cls_weight, pixel=args.pixel_weight)
     weights = torch.tensor([fixed[name] for name in objectives])
-    lambdas, loss_experts = args.entropy_weight or [5.0], 2 if args.loss_router else experts
-    lambdas = lambdas if len(lambdas) > 1 else lambdas * loss_experts
-    lambdas = [x * (e in (args.entropy_experts or range(loss_experts))) for e, x in enumerate(lambdas)]
+    lambdas, given = [], args.entropy_weight
+    for e in range(2 if args.loss_router else experts):
+        lambdas.append(given[e] if e < len(given) else given[-1])
     blocks = [len(encoder.blocks)] if args.loss_router else args.loss_block or encoder.moe_blocks[-1:]
     if args.balance == "gradnorm":
         weights, first, seen, shared = torch.ones(len(objectives)), None, [], list(encoder.norm.parameters())
@@ -1187,8 +1187,8 @@ ODD = ("--max-steps 3 --epochs 3 --warmup-epochs 0.5 --lr 0.01 --min-lr 0.002 --
 
 @pytest.mark.parametrize("flags", (
     "--mask-ratio 0.6 --cls-weight 0.3 --entropy-weight 0.2 --moe-blocks 0 2 3 --loss-block 2 --recompute",
-    "--encoding dense --objective token_cls_pixel --pixel-weight 0.3 --entropy-weight 0.1 0.3 0.2 "
-    "--importance-weight 2 --entropy-experts 0 2 --loss-weights combine",
+    "--encoding dense --objective token_cls_pixel --pixel-weight 0.3 --entropy-weight 0.3 0.1 "
+    "--importance-weight 2 --loss-weights combine",
     "--objective token_pixel --detach --loss-block 1 3 --entropy-on combine --balance rlw",
     "--encoding dense --objective token_pixel --balance gradnorm --gradnorm-alpha 0.5 --gradnorm-lr 0.3",
     "--experts 0 --objective token --drop-path 0.1 --clip-grad 0", "--loss-router --entropy-weight 0.1",
@@ -1706,7 +1706,7 @@ def test_compiled_training_follows_the_plain_curve(stage, monkeypatch, flags):
     ("--batch-size 64", "has only 32 training images"),
     ("--micro-batch 3", "--micro-batch 3 does not divide 8, each process's share"),
     *((f"--experts 0 {flag}", f"{flag.split()[0]} needs --experts above 0") for flag in (
-        "--detach", "--loss-block 3", "--loss-weights combine", "--entropy-weight 5.0", "--entropy-experts 0",
+        "--detach", "--loss-block 3", "--loss-weights combine", "--entropy-weight 1",
         "--entropy-on combine", "--importance-weight 1", "--moe-blocks 1", "--moe-blocks 1 --loss-router")),
     ("--balance gradnorm --cls-weight 1", "--cls-weight needs --balance static"),
     ("--objective token --cls-weight 1", "--cls-weight needs --balance static, and cls in --objective"),
@@ -1714,12 +1714,11 @@ def test_compiled_training_follows_the_plain_curve(stage, monkeypatch, flags):
     ("--balance rlw --gradnorm-lr 1", "--gradnorm-lr needs --balance gradnorm"),
     ("--loss-block 2", "--loss-block 2 has no experts: the MoE blocks are 1 3"),
     ("--moe-blocks 4", "--moe-blocks 4: vit_nano has blocks 0 to 3"),
-    ("--entropy-weight 1 2 3", "--entropy-weight has 3 values: give one, or one for each of the 2"),
-    ("--entropy-experts 2", "--entropy-experts 2: experts are 0 to 1"),
+    ("--entropy-weight 1 2 3", "--entropy-weight has 3 values for 2 experts"),
     ("--detach --loss-weights uniform", "--detach needs --loss-weights dispatch or combine"),
     ("--loss-router --loss-block 3", "--loss-block needs a run without --loss-router"),
     ("--loss-router --loss-weights uniform", "--loss-router needs --loss-weights dispatch or combine"),
-    ("--loss-router --experts 3 --entropy-weight 1 2 3", "one for each of the 2 experts"),
+    ("--loss-router --experts 3 --entropy-weight 1 2 3", "--entropy-weight has 3 values for 2 experts"),
     ("--experts 1 --objective token_pixel --encoding dense", "--experts 1: with --encoding dense"),
     ("--balance gradnorm --objective token", "--balance needs an --objective of several terms"),
     ("--mask-ratio 0.01", "--mask-ratio 0.01 masks 0 of 16 patches"),

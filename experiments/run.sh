@@ -70,7 +70,7 @@ for row in ${*:-$rows}; do
     router)         experiment --entropy-weight 0.05 --loss-router --experts 0 ;;
     router-2)       experiment --entropy-weight 0.05 --loss-router ;;
     experts16)      experiment --entropy-weight $lambda --experts 16 ;;
-    expert0)        experiment --entropy-weight $lambda --entropy-experts 0 ;;
+    expert0)        experiment --entropy-weight $lambda 0 ;;
     token-uniform)  experiment --entropy-weight $lambda --objective token --loss-weights uniform ;;
     token-detached) experiment --entropy-weight $lambda --objective token --detach ;;
     token-coupled)  experiment --entropy-weight $lambda --objective token ;;
