@@ -101,40 +101,53 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *, objec
     if targets.shape[1] != 1 + mask.shape[1]:
         raise ValueError(f"targets have {targets.shape[1]} tokens, but [CLS] and {mask.shape[1]} patches "
                          f"need {1 + mask.shape[1]}: leave out registers")
-    blocks = [max(pred.routing, default=0)] if loss_block is None else loss_block
-    blocks = [blocks] if isinstance(blocks, int) else blocks
+    if loss_block is None:      # a loss router counts as the last block, for its number is the largest
+        loss_block = max(pred.routing, default=0)
+    blocks = [loss_block] if isinstance(loss_block, int) else loss_block
     routings = [pred.routing[block] for block in blocks] if pred.routing else []
-    tokens, targets, masked = pred.tokens.float(), targets.float(), mask.float()
-    losses, metrics, dense = {}, {}, pred.ids_keep is None
 
-    def routed(name: str, loss: Tensor, patches: Tensor, expert: int | None) -> Tensor:
-        """A patch loss over `patches`, both [B, N], weighted by `expert`; None: unweighted."""
-        plain = mean = routed_mean(loss, patches)
-        if routings and expert is not None:
-            weights = [patch_weights(routing, expert, loss_weights, detach) for routing in routings]
-            weight = torch.stack(weights).mean(0)
-            if loss_weights == "combine":      # not normalized: all of them can vanish
-                mean = routed_mean(weight * loss, patches)
-            else:
-                mean = routed_mean(loss, weight * patches)
-        metrics.update({f"{name}_unweighted": plain, f"{name}_ratio": mean / plain})
-        return mean
+    def routed(loss: Tensor, patches: Tensor, expert: int) -> Tensor:
+        """The mean of a patch loss over `patches`, both [B, N], weighted by `expert` if there is one."""
+        if not routings:
+            return routed_mean(loss, patches)
+        weights = [patch_weights(routing, expert, loss_weights, detach) for routing in routings]
+        weight = torch.stack(weights).mean(0)
+        if loss_weights == "combine":      # not normalized: all of them can vanish
+            return routed_mean(weight * loss, patches)
+        return routed_mean(loss, weight * patches)
 
-    target, patches = targets[:, 1:], masked      # a dense student predicts what it does not see
-    if not dense:                                 # a sparse one the patches that it sees
-        target = target.gather(1, pred.ids_keep[..., None].expand(-1, -1, target.shape[-1]))
+    tokens = pred.tokens.float()
+    targets = targets.float()
+    masked = mask.float()
+    dense = pred.ids_keep is None
+    if dense:      # a dense student predicts the patches that it does not see, a sparse one those that it sees
+        target = targets[:, 1:]
+        patches = masked
+    else:
+        target = targets[:, 1:].gather(1, pred.ids_keep[..., None].expand(-1, -1, targets.shape[-1]))
         patches = torch.ones_like(pred.ids_keep, dtype=masked.dtype)
+    losses = {}
+    unweighted = {}
 
     if "token" in objectives:
-        losses["token"] = routed("token", token_loss(tokens[:, 1:], target), patches, expert=0)
+        loss = token_loss(tokens[:, 1:], target)
+        unweighted["token"] = routed_mean(loss, patches)
+        losses["token"] = routed(loss, patches, expert=0)
 
     if "cls" in objectives:
         losses["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
 
-    if "pixel" in objectives:      # on masked patches, which have no dispatch weight in sparse encoding
+    if "pixel" in objectives:
         loss = pixel_loss(pred.pixels.float(), images, math.isqrt(pred.pixels.shape[-1] // 3))
-        losses["pixel"] = routed("pixel", loss, masked, expert=1 if dense else None)
+        losses["pixel"] = routed_mean(loss, masked)
+        if dense:      # in sparse encoding, masked patches have no dispatch weight
+            unweighted["pixel"] = losses["pixel"]
+            losses["pixel"] = routed(loss, masked, expert=1)
 
+    metrics = dict(losses)
+    for name, mean in unweighted.items():
+        metrics[f"{name}_unweighted"] = mean
+        metrics[f"{name}_ratio"] = losses[name] / mean
     regularizer = targets.new_zeros(())
     if routings:
         dispatch = torch.stack([routing.dispatch for routing in routings])            # [blocks, B, T, E]
@@ -147,5 +160,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *, objec
         metrics["entropy"] = dispatch_entropy(dispatch.flatten(0, 1))
         metrics["dispatch_cv"] = variation(dispatch.mean(0)[:, 1:])
         metrics["cls_share"] = dispatch[:, :, 0].mean((0, 1))
-    metrics = {name: value.detach() for name, value in (metrics | losses).items()}
+        for name in unweighted if loss_weights == "combine" else ():      # they start at 1 / E
+            metrics[f"{name}_ratio"] = metrics[f"{name}_ratio"] * combine.shape[-1]
+    metrics = {name: value.detach() for name, value in metrics.items()}
     return torch.stack([losses[name] for name in objectives]), regularizer, metrics

@@ -164,7 +164,6 @@ def main(args: argparse.Namespace):
             compute_losses = torch.compile(explore_losses)
     routers = [module for module in student.modules() if isinstance(module, Router)]
     model = machine.parallel(student).train()
-    neutral = 1 / len(lambdas) if args.loss_weights == "combine" else 1.0
     views = data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio)
     batches = data.train_batches(views, len(images), run)
 
@@ -189,18 +188,18 @@ def main(args: argparse.Namespace):
         balance.update()
         if routers:
             run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
-        warn_of_collapse(run.end_step(step), neutral)                       # log line, checkpoint, signal
+        warn_of_collapse(run.end_step(step))                                # log line, checkpoint, signal
     flat = isinstance(images, data.Photos)      # no labels
     script, which = ("routing.py", "last.pt") if flat else ("knn.py", "epoch_*.pt")
     run.report(f"next: python {script} {shlex.quote(args.out)}/{which} --data {shlex.quote(args.data)}")
 
 
-def warn_of_collapse(line: dict, neutral: float):
+def warn_of_collapse(line: dict):
     """The paper's sign of collapse, once: a loss that weighting has brought far below its plain mean."""
     for name, value in line.items():
-        if name.endswith("_ratio") and value < 0.2 * neutral:
+        if name.endswith("_ratio") and value < 0.2:
             warnings.warn(f"the router collapses: {name}, the ratio of weighted to unweighted loss, is below "
-                          f"{0.2 * neutral:.2g}. A higher --entropy-weight keeps it near 1", stacklevel=2)
+                          "0.2. A higher --entropy-weight keeps it near 1", stacklevel=2)
 
 
 if __name__ == "__main__":
