@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import math
+import os
 import re
 import zipfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from model import ViT
 
 HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1280: 16}      # by width: state dicts do not say
+SAYS_HEADS = "{'model': state_dict, 'heads': NUMBER}"
 NOT_ENCODER = re.compile(r"\w*head|decoder|mask_token|fc_norm|pre_logits|predictor|projector")
 
 
@@ -39,7 +41,11 @@ def load_checkpoint(path: str | Path) -> dict:
         raise LoadError(f"{path}: {why}") from error
     try:
         if not {"model", "encoder", "args"} <= file.keys():
+            says_heads = "heads" in file
             file = convert_foreign(file)
+            if not says_heads and os.environ.get("RANK", "0") == "0":
+                print("{}: does not say its number of attention heads; took {heads}, as other ViTs of width "
+                      "{dim}. Another number: save it as {}".format(path, SAYS_HEADS, **file["encoder"]))
     except Exception as error:
         message = f"{path} is neither an ExPLoRe checkpoint nor a timm-style ViT ({first_line(error)})"
         raise LoadError(message) from error
@@ -68,7 +74,7 @@ def convert_foreign(file: dict) -> dict:
     heads = file.get("heads", HEADS.get(dim))
     if not heads:
         raise ValueError(f"nothing says how many attention heads an encoder of width {dim} has: save it as "
-                         "{'model': state_dict, 'heads': NUMBER}")
+                         + SAYS_HEADS)
     config = dict(image_size=math.isqrt(state["pos_embed"].shape[1] - 1) * patch_size, patch_size=patch_size,
                   dim=dim, depth=depth, heads=heads, experts=experts, moe_blocks=moe_blocks)
     for i in range(depth):

@@ -595,8 +595,8 @@ def test_plain_vit_state_dicts_load(tmp_path):
 
 @pytest.mark.parametrize("width, heads", (
     (192, 3), (384, 6), (512, 8), (768, 12), (1024, 16), (1280, 16), (128, 4), (192, 4)))
-def test_known_widths_have_their_own_heads_and_others_need_to_say(tmp_path, width, heads):
-    """As in DeiT, ViT-L and MAE's ViT-H."""
+def test_known_widths_have_their_own_heads_and_others_need_to_say(tmp_path, width, heads, capsys):
+    """As in DeiT, ViT-L and MAE's ViT-H; what is not in the file is said."""
     from timm.models import VisionTransformer
     theirs = VisionTransformer(32, 16, embed_dim=width, depth=1, num_heads=heads, num_classes=0).eval()
     path, images = tmp_path / "timm.pt", torch.rand(1, 3, 32, 32)
@@ -608,6 +608,8 @@ def test_known_widths_have_their_own_heads_and_others_need_to_say(tmp_path, widt
         torch.save({"model": theirs.state_dict(), "heads": heads}, path)
     ours = checkpoint.load_encoder(path).eval()
     assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
+    assumed = f"{path}: does not say its number of attention heads; took {heads}, as other ViTs of width {width}."
+    assert capsys.readouterr().out.startswith(assumed) == (heads != 4)
 
 
 def test_a_tensor_without_a_place_in_our_encoder_refuses_the_file_by_name(tmp_path):
