@@ -376,6 +376,15 @@ class Log:
             with open(self.path, "a") as file:
                 file.write(json.dumps(plain(line)) + "\n")
 
+    def forget(self, step: int):
+        """Drops the lines of steps above `step`, which a killed run did but did not save; they come again."""
+        if self.path.exists():
+            lines = self.path.read_text().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
+            os.replace(temporary, self.path)
+
 
 @contextlib.contextmanager
 def stop_requests(received: list[int]):
@@ -418,6 +427,8 @@ class Run:
         self.first = self.resume()
         self.last = max(self.first, min(plan.steps, args.max_steps or plan.steps))
         self.log = Log(self.folder / "log.jsonl", machine, self.first, args.batch_size)
+        if is_first():
+            self.log.forget(self.first)
 
     def resume(self) -> int:
         """Loads last.pt, where there is one -> the first step to do, the same in all processes."""

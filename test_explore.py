@@ -1490,6 +1490,15 @@ def test_a_run_notices_that_what_it_was_made_of_has_changed(stage, photos, tmp_p
     assert "(the weights in CHECKPOINT changed)" in refusal(capsys, "linear", *linear)
 
 
+def test_the_log_of_a_killed_run_goes_on_where_its_checkpoint_does(stage, tmp_path):
+    argv, log = stage("pretrain", "--epochs 20 --save-minutes 0"), tmp_path / "run" / "log.jsonl"
+    train([*argv, "--max-steps", "30"])
+    lines = log.read_text()
+    log.write_text(lines + '{"step": 40}\n{"step": 60}\n{"st')      # killed while it wrote
+    assert [line["step"] for line in train(argv)[1]] == [20, 30, 40, 60, 80]
+    assert log.read_text().startswith(lines) and not log.with_suffix(".tmp").exists()
+
+
 def test_a_last_checkpoint_that_does_not_resume_is_named(stage, tmp_path, capsys):
     argv, last = stage("pretrain"), tmp_path / "run" / "last.pt"
     state, _ = train([*argv, "--max-steps", "1"])
