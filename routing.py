@@ -128,12 +128,13 @@ def measure(path: str, args: argparse.Namespace, machine: common.Machine) -> tup
     rows = [{"block": i, "silhouette": silhouette(inputs[i], dispatch[i][drawn].argmax(1)),
              "scale": router.scale.item(), "entropy": dispatch_entropy(dispatch[i]).tolist(),
              "dispatch_cv": variation(dispatch[i][:, 1:]).tolist(),
-             "cls_share": dispatch[i][:, 0].mean(0).tolist(), "usage": combine[i].mean((0, 1)).tolist()}
+             "cls_share": dispatch[i][:, 0].mean(0).tolist(), "usage": combine[i].mean((0, 1)).tolist(),
+             "shown": most_and_least(combine[i].mean((0, 1)))}
             for i, router in routers.items()]
     weights = dispatch[block][:, 1:] * tokens      # in units of the uniform weight
     numbers = {"checkpoint": str(path), "name": f"{Path(path).resolve().parent.name}/{Path(path).stem}",
                "block": block, "images": len(chosen), "tokens": int(drawn.sum()), "blocks": rows,
-               "shown": most_and_least(combine[block].mean((0, 1)))}
+               "shown": next(row["shown"] for row in rows if row["block"] == block)}
     pixels = torch.stack([views[i]["image"] for i in chosen[:IMAGES]]) / 255
     tensors = {"pixels": pixels, "weights": weights[:IMAGES]}
     if head:      # of the drawn patches, by weight and by loss
@@ -172,15 +173,17 @@ def most_and_least(usage: Tensor) -> list[int]:
 
 
 def report(numbers: dict):
-    """Prints the numbers, of the experts that the pictures show."""
-    def short(value):
-        return np.round(np.array(value)[numbers["shown"]] if isinstance(value, list) else value, 3)
+    """Prints the numbers, in each row of the experts that are shown of it."""
+    def line(values: dict, shown: list[int]) -> str:
+        short = {name: np.array(value)[shown] if isinstance(value, list) else value
+                 for name, value in values.items() if name != "shown"}
+        return "  ".join(f"{name} {np.round(value, 3)}" for name, value in short.items())
     print(f"\n{numbers['checkpoint']}: {numbers['images']} images, {numbers['tokens']} tokens")
     for row in numbers["blocks"]:
-        print("  ".join(f"{name} {short(value)}" for name, value in row.items()))
+        print(line(row, row["shown"]))
     for name in ("correlation", "foreground_auc"):
         if name in numbers:
-            print(f"block {numbers['block']}  {name} {short(numbers[name])}")
+            print(f"block {numbers['block']}  {line({name: numbers[name]}, numbers['shown'])}")
 
 
 # ---------------------------------------------------------------------------------------------- pictures
@@ -226,18 +229,21 @@ def draw_figures(models: list[dict], tensors: list[dict], out: Path):
     correlation.png: expert 0's dispatch weight against the token's loss, with the regression line."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(14, 3.2), layout="constrained")
-    titles = {"silhouette": "silhouette", "entropy": "dispatch entropy (nats)",
-              "dispatch_cv": "coefficient of variation", "cls_share": "[CLS] share"}
-    for axis, (name, title) in zip(figure.subplots(1, 4), titles.items()):
-        for style, numbers in zip(("-o", "--s"), models):
-            blocks = [row["block"] for row in numbers["blocks"]]
-            values = np.array([np.atleast_1d(row[name]) for row in numbers["blocks"]])      # [blocks, E or 1]
-            experts = numbers["shown"] if values.shape[1] > 1 else [0]
-            labels = [f"{numbers['name']}, expert {e}" for e in experts]
-            color = "black" if name == "silhouette" else None      # it is of no expert
-            axis.plot(blocks, values[:, experts], style, color=color, label=labels)
-        axis.set(title=title, xlabel="block", xticks=blocks)
-    figure.axes[1].legend(fontsize=7)
+    axes = figure.subplots(1, 4)
+    titles = {"entropy": "dispatch entropy (nats)", "dispatch_cv": "coefficient of variation",
+              "cls_share": "[CLS] share"}
+    for style, numbers in zip(("-o", "--s"), models):
+        rows = numbers["blocks"]
+        blocks = [row["block"] for row in rows]
+        axes[0].plot(blocks, [row["silhouette"] for row in rows], style, color="black")
+        axes[0].set(title="silhouette", xlabel="block", xticks=blocks)
+        for axis, (name, title) in zip(axes[1:], titles.items()):
+            axis.set(title=title, xlabel="block", xticks=blocks)
+            for expert in numbers["shown"]:
+                having = [row for row in rows if expert < len(row[name])]      # the loss router has two experts
+                axis.plot([row["block"] for row in having], [row[name][expert] for row in having], style,
+                          label=f"{numbers['name']}, expert {expert}")
+    axes[1].legend(fontsize=7)
     figure.savefig(out / "blocks.png", dpi=90)
 
     shown = [(numbers, each["points"]) for numbers, each in zip(models, tensors) if "points" in each]

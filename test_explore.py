@@ -26,7 +26,7 @@ import sys
 import time
 from collections import namedtuple
 from pathlib import Path
-from unittest.mock import Mock, call
+from unittest.mock import MagicMock, Mock, call
 
 os.environ["HF_HUB_OFFLINE"] = "1"        # a test that would download fails at once
 os.environ["OMP_NUM_THREADS"] = "1"       # in processes that tests start, too: more would wait for each other
@@ -2070,10 +2070,11 @@ def test_area_under_the_curve_counts_ties_half_and_json_has_no_word_for_nan():
 
 
 @pytest.fixture
-def write_student(tmp_path):
+def write_student(tmp_path, request):
     """write_student(name, **args) -> a pretraining checkpoint with a router for the losses and a teacher."""
     torch.manual_seed(3)
-    student, teacher = model.Explore(nano(experts=2, depth=6), 96, loss_router=True), tmp_path / "teacher.pt"
+    experts, teacher = getattr(request, "param", 2), tmp_path / "teacher.pt"
+    student = model.Explore(nano(experts=experts, depth=6), 96, loss_router=True)
     for i in student.encoder.moe_blocks:
         student.encoder.blocks[i].mlp.scale.data.fill_(3 + i)
         nn.init.normal_(student.encoder.blocks[i].norm2.bias)
@@ -2178,6 +2179,27 @@ def test_two_checkpoints_stand_side_by_side(write_student, tmp_path, capsys, mon
             assert min(Image.open(tmp_path / "both" / name).size) > 200
     torch.save(torch.load(argv[0]) | {"sources": {"teacher": "others"}}, argv[0])
     assert "correlation" not in show(argv[0])[0] and ".pt have changed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("write_student, of_block, of_router", ((1, 1, 2), (5, 4, 2)), indirect=["write_student"])
+def test_each_row_shows_experts_of_its_own(write_student, of_block, of_router, tmp_path, monkeypatch, capsys):
+    """A loss router has two, whatever the blocks have. In blocks.png, a line ends where its expert does."""
+    monkeypatch.setattr(routing, "EXPERTS", 4)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", pictures := MagicMock())
+    axes = [Mock() for _ in range(4)]
+    pictures.Figure.return_value.subplots.return_value = axes
+    path = write_student("one", loss_block=None)
+    for flags, lines in (([], of_router), (["--block", "3"], of_block)):
+        numbers, = show(path, *flags)
+        printed = capsys.readouterr().out
+        assert [len(row["shown"]) for row in numbers["blocks"]] == [of_block] * 3 + [of_router]
+        assert len(re.findall(r"usage \[[^\]]*\]", printed)) == 4
+        assert Image.open(tmp_path / "one" / "heatmaps.png").size[1] == 4 + (1 + lines) * 116
+        assert axes[1].plot.call_count == lines
+        for expert, line in zip(numbers["shown"], axes[1].plot.call_args_list):
+            rows = [row for row in numbers["blocks"] if expert < len(row["entropy"])]
+            assert line.args[:2] == ([row["block"] for row in rows], [row["entropy"][expert] for row in rows])
+        axes[1].reset_mock()
 
 
 def test_heatmaps_show_the_most_and_the_least_used_of_many_experts():
