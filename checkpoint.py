@@ -68,6 +68,13 @@ def convert_foreign(file: dict) -> dict:
         raise ValueError(f"it lacks {', '.join(sorted(missing))}")
 
     dim, _, patch_size, _ = state["patch_embed.proj.weight"].shape
+    positions = state["pos_embed"].shape[1]
+    if math.isqrt(positions) ** 2 == positions:      # DeiT-3's [CLS] has none
+        state["pos_embed"] = F.pad(state["pos_embed"], (0, 0, 1, 0))
+        positions += 1
+    grid = math.isqrt(positions - 1)
+    if 1 + grid ** 2 != positions:
+        raise ValueError(f"{positions} position embeddings are not those of [CLS] and a square of patches")
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
     moe_blocks = [i for i in range(depth) if f"blocks.{i}.mlp.phi" in state]
     experts = state[f"blocks.{moe_blocks[0]}.mlp.phi"].reshape(dim, -1).shape[1] if moe_blocks else 0
@@ -75,8 +82,8 @@ def convert_foreign(file: dict) -> dict:
     if not heads:
         raise ValueError(f"nothing says how many attention heads an encoder of width {dim} has: save it as "
                          + SAYS_HEADS)
-    config = dict(image_size=math.isqrt(state["pos_embed"].shape[1] - 1) * patch_size, patch_size=patch_size,
-                  dim=dim, depth=depth, heads=heads, experts=experts, moe_blocks=moe_blocks)
+    config = dict(image_size=grid * patch_size, patch_size=patch_size, dim=dim, depth=depth,
+                  heads=heads, experts=experts, moe_blocks=moe_blocks)
     for i in range(depth):
         at = f"blocks.{i}."
         for ours, theirs in (("ls1.gamma", "gamma_1"), ("ls2.gamma", "gamma_2")):      # no LayerScale: ones
@@ -121,11 +128,11 @@ def load_encoder(source: str | Path | dict, grid: int | None = None, drop_path: 
 
 
 def resize_pos_embed(pos_embed: Tensor, grid: int) -> Tensor:
-    """pos_embed [1, 1 + M * M, D] -> [1, 1 + grid * grid, D], bicubic; [CLS] keeps its own."""
-    cls, patches = pos_embed[:, :1], pos_embed[:, 1:]
-    old = math.isqrt(patches.shape[1])
+    """pos_embed [1, 1 + M * M, D] -> float32 [1, 1 + grid * grid, D], bicubic; [CLS] keeps its own."""
+    old = math.isqrt(pos_embed.shape[1] - 1)
     if old == grid:
         return pos_embed
+    cls, patches = pos_embed.float().tensor_split([1], dim=1)      # a CPU interpolates no half precision
     patches = patches.unflatten(1, (old, old)).permute(0, 3, 1, 2)
     patches = F.interpolate(patches, (grid, grid), mode="bicubic", antialias=True, align_corners=False)
     return torch.cat([cls, patches.flatten(2).transpose(1, 2)], dim=1)

@@ -675,6 +675,28 @@ def test_position_embeddings_resize_to_another_grid_as_timms():
     assert torch.allclose(ours(embed, 6), theirs(embed, [6, 6]), atol=1e-6) and ours(embed, 4) is embed
 
 
+@pytest.mark.parametrize("precision", (torch.float16, torch.bfloat16))
+def test_checkpoints_in_half_precision_load_on_another_grid(tmp_path, precision):
+    path, encoder = tmp_path / "half.pt", nano(dim=192)
+    torch.save({name: x.to(precision) for name, x in encoder.state_dict().items()}, path)
+    encoder.to(precision).float()
+    loaded, resized = checkpoint.load_encoder(path, grid=6), checkpoint.resize_pos_embed(encoder.pos_embed, 6)
+    assert torch.equal(loaded.pos_embed, resized) and torch.equal(loaded.cls_token, encoder.cls_token)
+
+
+def test_position_embeddings_without_one_for_cls_are_those_of_deit_3(tmp_path):
+    from timm.models import VisionTransformer
+    theirs = VisionTransformer(64, 16, embed_dim=192, depth=1, num_heads=3, num_classes=0, init_values=0.1,
+                               no_embed_class=True).eval()
+    path, images = tmp_path / "deit3.pt", torch.rand(1, 3, 64, 64)
+    torch.save(theirs.state_dict(), path)
+    assert torch.allclose(checkpoint.load_encoder(path).eval()(images)[0], theirs.forward_features(images), atol=1e-4)
+    torch.save(theirs.state_dict() | {"pos_embed": torch.zeros(1, 15, 192)}, path)
+    for grid in (None, 6):
+        with pytest.raises(checkpoint.LoadError, match="15 position embeddings are not those of .CLS. and a square"):
+            checkpoint.load_encoder(path, grid=grid)
+
+
 # ------------------------------------------------------------------------------------------------- teacher
 
 @pytest.fixture(scope="session")
