@@ -44,8 +44,8 @@ class UserError(Exception):
     """A user error, printed as one line; exit code 2."""
 
 
-class FileError(UserError):
-    """A file that cannot be read. The process that meets it prints it, whichever it is."""
+class LocalError(UserError):
+    """One that a single process may meet, such as a broken image: that process prints it."""
 
 
 def run(main, args: argparse.Namespace):
@@ -53,12 +53,10 @@ def run(main, args: argparse.Namespace):
     script = Path(sys.argv[0]).name
     try:
         main(args)
-        if dist.is_initialized():      # not after an error: the other processes would never come
-            dist.barrier()             # older Gloos deadlock if destroyed while they release a tensor
-            dist.destroy_process_group()
+        leave_group()
     except (UserError, LoadError, OSError) as error:      # on each machine: it may concern one of them alone
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0 or isinstance(error, FileError):
-            message = str(error).split("FileError: ")[-1].strip()      # after a loader process's traceback
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0 or isinstance(error, LocalError):
+            message = str(error).split("LocalError: ")[-1].strip()      # after a loader process's traceback
             print(f"{script}: error: {message}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -68,6 +66,13 @@ def run(main, args: argparse.Namespace):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)      # where PyTorch raises for a loader that is killed
         for process in multiprocessing.active_children():
             process.kill()
+
+
+def leave_group():
+    """Ends this process's part in the group. Not after an error: the other processes would never come."""
+    if dist.is_initialized():
+        dist.barrier()      # older Gloos deadlock if destroyed while they release a tensor
+        dist.destroy_process_group()
 
 
 # ------------------------------------------------------------------------------------------------- flags
@@ -173,6 +178,9 @@ class Machine:
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         cuda, local_rank = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", 0))
         self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+        if cuda and local_rank >= torch.cuda.device_count():
+            raise LocalError(f"process {local_rank} of this machine has no GPU: there are "
+                             f"{torch.cuda.device_count()}, counted from 0")
         if cuda:
             torch.cuda.set_device(self.device)
         if self.world > 1 and not dist.is_initialized():
@@ -527,6 +535,7 @@ class Run:
         if number:
             if is_first():
                 print(f"{signal.Signals(number).name}: {self.good}; the same command resumes", flush=True)
+            leave_group()      # all processes are here
             sys.exit(130 if number == signal.SIGINT else 0)
         self.log.restart(done)
         return self.line

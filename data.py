@@ -26,7 +26,7 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 from tqdm import tqdm
 
-from common import STOP_SIGNALS, FileError, Machine, Run, UserError, lock
+from common import STOP_SIGNALS, LocalError, Machine, Run, UserError, lock
 from model import IMAGENET_MEAN, IMAGENET_STD
 from shapes import Shapes
 
@@ -50,7 +50,7 @@ def read_image(path: str | os.PathLike) -> Tensor:
                 picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
             return TF.pil_to_tensor(picture.convert("RGB"))
     except Exception as error:      # a dozen kinds for broken files
-        raise FileError(f"cannot read the image {path} ({type(error).__name__}: {error})") from error
+        raise LocalError(f"cannot read the image {path} ({type(error).__name__}: {error})") from error
 
 
 class Folder(DatasetFolder):

@@ -20,7 +20,7 @@ from torchvision.transforms.v2 import functional as TF
 import common
 import data
 from checkpoint import digest, load_checkpoint, load_encoder
-from common import FileError, UserError
+from common import LocalError, UserError
 from model import IMAGENET_MEAN, ViT
 
 
@@ -61,7 +61,7 @@ class Scenes(data.Photos):
                 raise ValueError(f"mode {picture.mode}; expected one 8-bit class for each pixel")
             return torch.from_numpy(np.array(picture))
         except Exception as error:
-            raise FileError(f"cannot read the annotation {self.annotations[index]} ({error})") from error
+            raise LocalError(f"cannot read the annotation {self.annotations[index]} ({error})") from error
 
 
 class SceneViews(Dataset):
@@ -83,7 +83,7 @@ class SceneViews(Dataset):
         (image, _), annotation = self.scenes[index], self.scenes.annotation(index)
         if annotation.shape != image.shape[1:] or annotation.max() > self.classes:
             name = self.scenes.annotations[index] if isinstance(self.scenes, Scenes) else index
-            raise FileError(f"the annotation {name} has shape {tuple(annotation.shape)}, its image "
+            raise LocalError(f"the annotation {name} has shape {tuple(annotation.shape)}, its image "
                             f"{tuple(image.shape[1:])}; its classes end at {annotation.max()}, --classes is "
                             f"{self.classes}")
         if not isinstance(key, tuple):
@@ -276,7 +276,7 @@ def main(args: argparse.Namespace) -> dict[str, float]:
     sources = {"encoder": digest(encoder), "images": data.digest(scenes, val)}
     model = Segmenter(encoder, classes, args.width).to(machine.device)
     if machine.world > 1 and machine.device.type == "cuda":
-        nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        nn.SyncBatchNorm.convert_sync_batchnorm(model)      # its forward pass makes the host wait for the device
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999),
                              common.layerwise_lr(len(encoder.blocks), args.layer_decay))
     run = common.Run(args, machine, plan, encoder.config, sources, model=model, optimizer=optimizer)

@@ -847,7 +847,7 @@ def test_odd_images_load_right(tmp_path):
     assert data.open_images(str(tmp_path), "val", 32, labels=False).names() == sorted(names)
     with pytest.raises(common.UserError, match="no image|find any class"):      # where labels are needed
         data.open_images(str(tmp_path / "val"), "val", 32)
-    with pytest.raises(common.FileError, match="16bit.png .ValueError: mode I;16, expected 8 bits a channel"):
+    with pytest.raises(common.LocalError, match="16bit.png .ValueError: mode I;16, expected 8 bits a channel"):
         data.read_image(tmp_path / "val" / "16bit.png")      # not white, as Pillow would have it
 
 
@@ -1014,6 +1014,15 @@ def test_an_error_of_any_machine_is_printed(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             common.run(fails, None)
         assert ("no such disk" in capsys.readouterr().err) == says
+
+
+def test_a_process_without_a_gpu_says_so(monkeypatch, capsys):
+    """It alone: the others wait for it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    error = refusal(capsys, "knn", "x.pt")
+    assert error == "process 2 of this machine has no GPU: there are 2, counted from 0"
 
 
 def test_processes_download_one_at_a_time_where_the_disk_has_locks(tmp_path):
@@ -1386,14 +1395,16 @@ def test_a_run_stopped_by_a_signal_is_the_run_that_was_never_stopped(
     assert parts["sources"].keys() == {"images", "teacher" if name == "pretrain" else "encoder"}
 
 
-def driver(tmp_path, fault):
-    """A program: pretrain.py with `fault`, an expression, in the middle of each step."""
+def driver(tmp_path, fault, at_exit="0"):
+    """A program: pretrain.py with `fault`, an expression, in the middle of each step, another at its exit."""
     path = tmp_path / "driver.py"
     path.write_text(f"""
-import itertools, os, signal, sys
+import atexit, itertools, os, signal, sys
+import torch.distributed as dist
 sys.path.insert(0, {str(HERE)!r})
 import common, pretrain
 set_rate, steps, rank = common.set_rate, itertools.count(1), os.environ.get("RANK")
+atexit.register(lambda: {at_exit})
 common.set_rate = lambda *args: (step := next(steps), {fault}, set_rate(*args))
 common.run(pretrain.main, pretrain.parse_args())
 """, "utf-8")
@@ -1433,8 +1444,9 @@ def test_two_processes_leave_together_when_one_gets_the_signal_and_one_resumes(s
     argv = stage("pretrain", "--drop-path 0")
     whole, _ = train(stage("pretrain", "--drop-path 0", out="whole"))
     fault = "step == 3 and rank == '1' and os.kill(os.getpid(), signal.SIGTERM)"
-    out = torchrun(2, driver(tmp_path, fault), *argv)          # asserts that torchrun exits with 0
-    assert out.splitlines()[-1].startswith("SIGTERM: ") and "last.pt holds step 3;" in out
+    out = torchrun(2, driver(tmp_path, fault, "print('group', dist.is_initialized())"), *argv)
+    assert "SIGTERM: " in out and "last.pt holds step 3;" in out      # and torchrun exited with 0
+    assert re.findall("group (.*)", out) == ["False", "False"]        # NCCL would warn of a group left behind
     parts, _ = train(argv)                                     # another number of processes: the same curve
     assert parts["step"] == 8
     torch.testing.assert_close(whole["model"], parts["model"], rtol=1e-5, atol=1e-4)
