@@ -2270,13 +2270,10 @@ def test_what_the_readme_quotes_is_the_source():
 def test_the_readmes_python_runs_as_printed(tmp_path, monkeypatch):
     import timm
     monkeypatch.chdir(tmp_path)
-    tensorboard, names = Mock(), {}
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
-    monkeypatch.setattr(torch.utils, "tensorboard", tensorboard, raising=False)
+    names = {}
     for run in ("demo", "plain"):
         Path("runs", run).mkdir(parents=True)
     write_checkpoint("runs/demo/last.pt", experts=2)
-    Path("runs/demo/log.jsonl").write_text('{"step": 20, "token": 0.5, "entropy": [1.0]}\n')
     torch.save(model.build_vit("vit_tiny").state_dict(), "runs/plain/last.pt")
     Image.fromarray(Shapes("val", 60)[0][0].permute(1, 2, 0).numpy()).save("photo.jpg")
     for before, code in PYTHON:
@@ -2284,7 +2281,6 @@ def test_the_readmes_python_runs_as_printed(tmp_path, monkeypatch):
             exec(code, names)
     assert names["logits"].shape == (1, 10) and names["losses"].isfinite().all()
     assert names["router"].phi.grad.abs().max() > 0 and names["student"].encoder.pos_embed.grad is None
-    assert tensorboard.SummaryWriter().add_scalar.call_args_list == [(("token", 0.5, 20),)]
     theirs, images = names["vit"].eval(), torch.rand(1, 3, 224, 224)
     config = timm.data.resolve_model_data_config(theirs)
     assert (config["mean"], config["std"]) == (model.IMAGENET_MEAN, model.IMAGENET_STD)
