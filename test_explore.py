@@ -38,6 +38,8 @@ import torch.nn.functional as F  # noqa: E402
 import torchvision  # noqa: E402
 from PIL import Image, ImageOps  # noqa: E402
 from torch import nn  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 from torchvision.transforms import v2  # noqa: E402
 from torchvision.transforms.v2 import functional as TF  # noqa: E402
 
@@ -1638,6 +1640,102 @@ def test_no_checkpoint_ever_holds_a_nan(stage, capsys, name, tmp_path):
     error = refusal(capsys, name, *argv)
     assert "the model or the optimizer holds a NaN or infinity; nothing was saved yet. To try:" in error
     assert all(common.finite(checkpoint.load_checkpoint(path)) for path in (tmp_path / "run").glob("*.pt"))
+
+
+# ------------------------------------------------------------------------------------ a GPU that is not there
+
+class Gpu(torch.utils._python_dispatch.TorchDispatchMode):
+    """Within a step, refuses what makes the host wait for the GPU. Elsewhere, what is read has a value."""
+    step = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        inputs = self.tensors((args, kwargs))
+        watched = self.step and any(x.device.type == "cuda" for x in inputs)
+        if name == "_local_scalar_dense" and not watched:
+            return 0.5 if inputs[0].is_floating_point() else 1
+        assert not watched or name not in (*HostReads.waiting, "bincount"), f"{name} reads values"
+        assert not watched or "index" not in name or torch.bool not in {x.dtype for x in inputs}, f"{name} by a mask"
+        outputs = func(*args, **(kwargs or {}))
+        assert not watched or all(x.device.type == "cuda" for x in self.tensors(outputs)), f"{name} copies back"
+        return outputs
+
+    def tensors(self, tree):
+        return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def parameters_below(loss):
+    """The parameters that a backward pass from `loss` would reach."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node not in seen and node is not None:
+            seen.add(node)
+            nodes += [below for below, _ in node.next_functions]
+    return [node.variable for node in seen if hasattr(node, "variable")]
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """fake_gpu(STAGE, ARGV) runs main on `cuda:0` with tensors that have a device, but no values."""
+    gpu, fakes = Gpu(), FakeTensorMode(allow_non_fake_inputs=True)
+    monkeypatch.setattr(FakeTensorMode, "avoid_device_init", True)
+    for name, value in dict(is_available=True, device_count=1, max_memory_allocated=1, set_device=None).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+
+    def to(module, device, dtype=None):      # PyTorch's would swap fake tensors, which cannot be
+        for part in module.modules():
+            for name, x in part.named_parameters(recurse=False):
+                x = nn.Parameter(torch.empty(x.shape, dtype=dtype or x.dtype, device=device), x.requires_grad)
+                setattr(part, name, x)
+            for name, x in part.named_buffers(recurse=False):
+                setattr(part, name, torch.empty(x.shape, dtype=dtype or x.dtype, device=device))
+        return module
+
+    def loader(views, batch_sampler, **kwargs):      # reads real images
+        for keys in batch_sampler:
+            with torch.utils._python_dispatch._disable_current_modes():
+                batch = torch.utils.data.default_collate([views[key] for key in keys])
+            yield {name: fakes.from_tensor(x) for name, x in batch.items()}
+
+    def backward(loss):
+        for parameter in parameters_below(loss):
+            parameter.grad = torch.zeros_like(parameter)
+
+    def optimizer_step(optimizer, *args, step=common.optimizer_step):
+        assert all(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        return step(optimizer, *args)
+
+    def end_step(run, *args, end=common.Run.end_step):
+        gpu.step = False
+        line = end(run, *args)
+        gpu.step = True
+        return line
+    for owner, changed in ((nn.Module, to), (data, loader), (torch.Tensor, backward), (common, optimizer_step),
+                           (common.Run, end_step)):
+        monkeypatch.setattr(owner, changed.__name__.replace("loader", "DataLoader"), changed)
+    monkeypatch.setattr(nn.init, "trunc_normal_", lambda x, **kwargs: x)      # looks at values
+    monkeypatch.setattr(FakeTensor, "tolist", lambda x: np.ones(x.shape).tolist() if not gpu.step else 1 / 0)
+    monkeypatch.setattr(torch.autograd, "grad", lambda loss, inputs, **kwargs: list(map(torch.zeros_like, inputs)))
+    monkeypatch.setattr(common.Machine, "largest", lambda machine, *values: values)
+    monkeypatch.setattr(common.Run, "save", lambda *args: None)
+    at_step(monkeypatch, 0, lambda: setattr(gpu, "step", True))
+
+    def run(name, argv):
+        with fakes, gpu:
+            SCRIPTS[name].main(SCRIPTS[name].parse_args(argv))
+    yield run
+    data.constant.cache_clear()
+
+
+@pytest.mark.parametrize("name, flags", (
+    ("pretrain", "--teacher small-16/random --image-size 64 --patch-size 16"),
+    ("pretrain", "--encoding dense --objective token_pixel --balance gradnorm"),
+    ("pretrain", "--loss-router --experts 0"), ("finetune", ""), ("linear", ""), ("ep", ""),
+    ("segment", "--batch-size 8")))
+def test_a_step_stays_on_its_gpu_reads_no_value_and_reaches_every_parameter(
+        stage, fake_gpu, small_clips, name, flags):
+    fake_gpu(name, stage(name, "--amp fp16 --no-compile --repeat-batch --max-steps 2 --micro-batch 4", flags))
 
 
 # ---------------------------------------------------------------------------------- log, bar, names, flags
