@@ -101,8 +101,8 @@ def scenes(tmp_path_factory):
             (root / kind / name).mkdir(parents=True)
         for i in range(count):
             picture, annotation = shapes[i][0].permute(1, 2, 0).numpy(), shapes.annotation(i).numpy()
-            Image.fromarray(picture[:, :60 + 2 * i]).save(root / "images" / name / f"{i}.jpg", quality=95)
-            Image.fromarray(annotation[:, :60 + 2 * i]).save(root / "annotations" / name / f"{i}.png")
+            Image.fromarray(picture[20:50 + 2 * i]).save(root / "images" / name / f"{i}.jpg", quality=95)
+            Image.fromarray(annotation[20:50 + 2 * i]).save(root / "annotations" / name / f"{i}.png")
     return str(root)
 
 
@@ -296,6 +296,31 @@ def test_the_student_sees_the_118_visible_patches_of_196_whose_order_changes_not
     targets = randn(3, 197, 8)
     ours, theirs = (losses.explore_losses(p, targets, images, mask)[:2] for p in (pred, shuffled))
     assert torch.allclose(ours[0], theirs[0]) and torch.allclose(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("dense", (False, True))
+def test_the_student_never_sees_a_masked_patch_and_its_decoder_sees_what_the_encoder_made(dense):
+    student = model.Explore(nano(experts=2), 8, dense=dense, pixels=True)
+    mask = torch.zeros(2, 16, dtype=torch.bool)
+    mask[0, :6] = mask[1, 5:11] = True
+    images = torch.rand(2, 3, 32, 32)
+    pred = student(images, mask)
+    hidden = mask.view(2, 1, 4, 4).repeat_interleave(8, 2).repeat_interleave(8, 3)
+    for where, same in ((hidden, True), (~hidden, False)):
+        other = student(torch.where(where, torch.rand(2, 3, 32, 32), images), mask)
+        assert torch.equal(other.tokens, pred.tokens) == torch.equal(other.pixels, pred.pixels) == same
+    tokens, _ = student.encoder(images, pred.ids_keep, mask if dense else None, student.mask_token)
+    assert torch.equal(pred.tokens, student.head(tokens))
+    assert torch.equal(pred.pixels, student.decoder(tokens[:, 1:], pred.ids_keep, mask))
+    pred.pixels.sum().backward()
+    assert student.encoder.patch_embed.proj.weight.grad.any()
+
+
+def test_the_loss_router_teaches_the_encoder_too():
+    student = model.Explore(nano(), 8, loss_router=True)
+    pred = student(torch.rand(2, 3, 32, 32), torch.arange(32).view(2, 16) % 16 >= 10)
+    pred.routing[4].dispatch[:, 0, 0].sum().backward()
+    assert student.encoder.blocks[0].attn.qkv.weight.grad.any()
 
 
 def test_drop_path_rises_with_depth_drops_per_image_and_keeps_the_expectation():
@@ -501,7 +526,7 @@ ALL = ("token", "cls", "pixel")
 @pytest.mark.parametrize("dense, objectives, keywords", (
     (False, ALL, dict(entropy_weights=(0.5, 2.0), importance_weight=3.0, loss_block=(1, 3))),
     (True, ALL, dict(entropy_weights=(1.0, 2.0), entropy_on="combine")),
-    (True, ("token", "pixel"), dict(loss_weights="combine", entropy_weights=(0.0, 1.0))),
+    (True, ("token", "pixel"), dict(loss_weights="combine", entropy_weights=(0.0, 1.0), loss_block=(1, 3))),
     (False, ("cls", "pixel"), dict(loss_weights="uniform", entropy_weights=(1.0, 1.0)))))
 def test_explore_losses_are_equation_8_and_their_metrics(dense, objectives, keywords):
     """Their gradients: see the plain loop of pretraining."""
@@ -793,6 +818,15 @@ def test_timms_teachers_are_its_own_forward_without_registers(name, prefix, has_
     assert torch.allclose(teacher(images)[:, 0], cls, atol=1e-5)
 
 
+def test_a_timm_teacher_has_the_hubs_weights_unless_they_are_random(monkeypatch):
+    import timm
+    calls = spy(monkeypatch, timm, "create_model")
+    build_teacher("timm/vit_tiny_patch16_224/random", grid=2)
+    with pytest.raises(checkpoint.LoadError):      # without a network
+        build_teacher("timm/vit_tiny_patch16_224", grid=2)
+    assert [each.kwargs["pretrained"] for each in calls] == [False, True]
+
+
 def test_a_clip_teacher_that_cannot_be_downloaded_is_named(capsys, stage, monkeypatch):
     import open_clip
     monkeypatch.setattr(open_clip.factory, "download_pretrained", Mock(side_effect=OSError("no network")))
@@ -825,6 +859,12 @@ def test_block_masks_have_exact_counts_and_are_blocks():
             if (grid, ratio) == (14, 0.4):
                 lone.append(outside_blocks(mask.reshape(grid, grid), 16))
     assert np.mean(lone) < 8 and max(lone) < 16      # nearly all 78 lie in whole blocks of at least 16
+
+
+def test_every_view_of_every_image_has_a_mask_of_its_own(photos):
+    views = data.TrainViews(data.Folder(photos, "train"), 28, 42, 14, 0.4)
+    masks = [views[epoch, index]["mask"].tobytes() for epoch, index in np.ndindex(2, 32)]
+    assert len(set(masks)) == 64
 
 
 def test_odd_images_load_right(tmp_path):
@@ -1018,6 +1058,14 @@ def test_an_error_of_any_machine_is_printed(monkeypatch, capsys):
         assert ("no such disk" in capsys.readouterr().err) == says
 
 
+def test_each_step_and_rank_has_random_numbers_of_its_own():
+    drawn = {}
+    for key in ((1, 0, 0), (1, 1, 0), (1, 0, 1), (2, 0, 0), (1, 0, 0)):
+        common.seed_everything(*key)
+        assert drawn.setdefault(key, number := torch.rand(()).item()) == number
+    assert len(set(drawn.values())) == len(drawn) == 4
+
+
 def test_a_process_without_a_gpu_says_so(monkeypatch, capsys):
     """It alone: the others wait for it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -1125,7 +1173,7 @@ class Plain:
             if p.requires_grad:
                 groups.append(dict(params=[p], share=rates(name), weight_decay=decays * args.weight_decay))
         self.optimizer = torch.optim.AdamW(groups, lr=1.0, betas=betas)
-        self.logged, self.felt = [], {}
+        self.logged, self.rates, self.felt = [], [], {}
 
     def steps(self, linear=False):
         """Yields (step, share of the gradient, micro-batch) for each micro-batch of each of the steps."""
@@ -1156,12 +1204,14 @@ class Plain:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group["share"]
             self.logged.append(norm.item())
+            self.rates.append(rate)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def equals(self, state, log):
         for first, line in zip([0, *(line["step"] for line in log)], log):
             assert line["grad_norm"] == pytest.approx(np.mean(self.logged[first:line["step"]]), rel=1e-3)
+            assert line["lr"] == pytest.approx(self.rates[line["step"] - 1], rel=1e-5)
         assert self.trained.state_dict().keys() == state["model"].keys()
         for name, value in self.trained.state_dict(keep_vars=True).items():
             wrong = (value - state["model"][name]).abs() > self.args.lr / 100 + 1e-4 * value.abs()
@@ -1190,11 +1240,12 @@ def plain_pretraining(args, world=1):
     blocks = [len(encoder.blocks)] if args.loss_router else args.loss_block or encoder.moe_blocks[-1:]
     if args.balance == "gradnorm":
         weights, first, seen, shared = torch.ones(len(objectives)), None, [], list(encoder.norm.parameters())
-    at, plain.weights = 0, []
+    at, plain.weights, plain.losses, plain.first = 0, [], [], None
     for step, share, batch in plain.steps():
         if step > at and args.balance == "gradnorm":      # between steps, from all micro-batches of the last
             values, grads = (torch.stack(x).mean(0) for x in zip(*seen))
-            first, seen, norms = values if first is None else first, [], grads.norm(dim=1)
+            plain.first = first = values if first is None else first
+            seen, norms = [], grads.norm(dim=1)
             rate = values / first
             goal = (weights * norms).mean() * (rate / rate.mean()) ** args.gradnorm_alpha
             slope = torch.sign(weights * norms - goal) * norms
@@ -1213,6 +1264,7 @@ def plain_pretraining(args, world=1):
             grads = [torch.autograd.grad(x, shared, retain_graph=True) for x in values]
             seen.append((values.detach(), torch.stack([torch.cat(g) for g in grads])))
         plain.weights.append(weights.tolist())
+        plain.losses.append(values.tolist())
         (share * ((weights * values).sum() + regularizer)).backward()
     return plain
 
@@ -1248,7 +1300,10 @@ def test_two_processes_equal_a_plain_loop_over_the_images_of_both(stage, tmp_pat
     """Each with a drop path of its own, and one GradNorm for both."""
     argv = stage("pretrain", ODD + "--micro-batch 2 --balance gradnorm --gradnorm-lr 0.3")
     torchrun(2, "pretrain.py", *argv)
-    plain_pretraining(pretrain.parse_args(argv), world=2).equals(*read_run(tmp_path / "run"))
+    plain, (state, log) = plain_pretraining(pretrain.parse_args(argv), world=2), read_run(tmp_path / "run")
+    plain.equals(state, log)
+    assert torch.allclose(state["balance"]["first"], plain.first)      # of both
+    assert [log[-1]["token"], log[-1]["cls"]] == pytest.approx(np.mean(plain.losses, 0), rel=1e-5)
 
 
 def layerwise(depth, decay):
@@ -1465,6 +1520,12 @@ def test_other_stages_resume_and_evaluate_with_another_number_of_processes(stage
     assert [line["step"] for line in log if "top1" in line or "miou" in line] == [4, 8]
     scores, again, _ = play(name, argv)                        # one process sees the two processes' numbers
     assert scores == again["best"] == state["best"]
+    if name == "segment":                                      # and evaluates what both did, to the pixel
+        saved = checkpoint.load_checkpoint(tmp_path / "run" / "best.pt")
+        segmenter = segment.Segmenter(checkpoint.load_encoder(saved), 11, 8)
+        segmenter.load_state_dict(saved["model"])
+        views = segment.SceneViews(segment.Scenes(argv[2], "validation"), 32, 11)
+        assert segment.evaluate(segmenter, views, common.Machine(segment.parse_args(argv))) == scores
     assert out.splitlines()[-1].endswith("best " + ", ".join(f"{k} {v:.2f}%" for k, v in scores.items()))
 
 
@@ -1519,6 +1580,10 @@ def test_a_run_notices_that_what_it_was_made_of_has_changed(stage, photos, tmp_p
     play("linear", [*linear, "--max-steps", "1"])
     moved = str(shutil.copy(linear[0], tmp_path / "moved.pt"))        # the same weights in another place
     assert play("linear", [moved, *linear[1:], "--max-steps", "2"])[1]["step"] == 2
+    copy = shutil.copytree(photos, tmp_path / "val_renamed")
+    (copy / "val/class_1/0.jpg").rename(copy / "val/class_1/x.jpg")
+    error = refusal(capsys, "linear", *linear, "--data", str(copy))
+    assert "(the class or file names in --data changed)" in error
     before = checkpoint.digest(encoder := nano())
     nn.init.zeros_(encoder.pos_embed)      # which may have been resized
     assert checkpoint.digest(encoder) == before
@@ -1595,6 +1660,15 @@ def test_the_best_score_survives_a_restart(stage, tmp_path):
     torch.save(state | {"best": {"top1": 101.0, "top5": 101.0}}, last)
     scores, _, _ = play("finetune", argv)
     assert scores["top1"] == 101 and (tmp_path / "run" / "best.pt").read_bytes() == best
+
+
+def test_the_best_checkpoint_is_that_of_the_highest_score(stage, monkeypatch, tmp_path):
+    scores = iter([{"top1": top1, "top5": top5} for top1, top5 in ((50.0, 90.0), (80.0, 85.0), (60.0, 99.0))])
+    monkeypatch.setattr(finetune, "evaluate", lambda *args: next(scores))
+    best, state, log = play("finetune", stage("finetune", "--epochs 3 --save-every 1"))
+    assert best == state["best"] == {"top1": 80.0, "top5": 85.0}
+    assert [line["top1"] for line in log] == [50.0, 80.0, 60.0]
+    assert checkpoint.load_checkpoint(tmp_path / "run" / "best.pt")["step"] == 8
 
 
 def test_a_second_run_in_the_same_folder_says_so_and_leaves(stage, tmp_path, capsys):
@@ -2084,9 +2158,12 @@ def test_features_come_from_blocks_3_5_7_and_11_before_the_norm():
     assert segment.feature_blocks(12) == [3, 5, 7, 11] and segment.feature_blocks(24) == [7, 11, 15, 23]
     assert segment.feature_blocks(4) == [0, 1, 2, 3]
     vit, images = nano(experts=2), torch.rand(2, 3, 32, 32)
-    maps = vit.intermediate(images, [1, 3])
-    assert maps[0].shape == (2, 96, 4, 4)
-    assert torch.allclose(vit.norm(maps[1].flatten(2).transpose(1, 2)), vit(images)[0][:, 1:], atol=1e-5)
+    segmenter, x = segment.Segmenter(vit, 3, 8), vit.embed(images)
+    segmenter.decoder = nn.Identity()
+    for block, features in zip(vit.blocks, segmenter(images), strict=True):
+        x, _ = block(x)
+        assert torch.equal(features, x[:, 1:].transpose(1, 2).reshape(2, 96, 4, 4))
+    assert torch.equal(vit.norm(x), vit(images)[0])
 
 
 def test_sliding_windows_of_a_pointwise_model_are_the_whole_image():
@@ -2106,19 +2183,19 @@ def test_scores_of_a_hand_counted_case():
 
 def test_scene_views_move_image_and_annotation_together(monkeypatch):
     shade, padding = np.ones((60, 80), dtype=np.uint8), torch.tensor([124, 116, 104])      # ImageNet's mean
-    shade[20:45, 30:70] = 2                                             # class 1 is black, class 2 white
-    picture, shade = torch.from_numpy(np.stack([255 * (shade - 1)] * 3)), torch.from_numpy(shade)
+    shade[20:45, 30:70] = 9                                             # class 1 is black, class 9 white
+    picture, shade = torch.from_numpy(np.stack([255 * (shade // 9)] * 3)), torch.from_numpy(shade)
     scenes = Mock(__getitem__=lambda self, index: (picture, 0), annotation=lambda index: shade.clone())
-    views, seen, sizes = segment.SceneViews(scenes, 40, 2, seed=3), set(), spy(monkeypatch, TF, "resize")
+    views, seen, sizes = segment.SceneViews(scenes, 40, 9, seed=3), set(), spy(monkeypatch, TF, "resize")
     for epoch in range(40):
         view, again = views[epoch, 0], views[epoch, 0]
         assert view["image"].shape == (3, 40, 40) and all(torch.equal(view[key], again[key]) for key in view)
         bright, classes = view["image"].float().mean(0), view["annotation"]
         seen |= set(classes.unique().tolist())
         assert (padding == view["image"][:, classes == 0].T).all()
-        if (classes == 1).sum() > 50 and (classes == 2).sum() > 50:
-            assert bright[classes == 2].mean() > bright[classes == 1].mean() + 40
-    assert seen == {0, 1, 2}                                            # 0 is what padding adds
+        if (classes == 1).sum() > 50 and (classes == 9).sum() > 50:
+            assert bright[classes == 9].mean() > bright[classes == 1].mean() + 40
+    assert seen == {0, 1, 9}                                            # 0 is what padding adds
     shorts = [each.args[1] for each in sizes[::2]]                      # from half the crop to twice
     assert 20 <= min(shorts) < 24 and 75 < max(shorts) <= 80
     assert views[0]["image"].shape == (3, 40, 53) and views[0]["annotation"].shape == (60, 80)
@@ -2128,6 +2205,8 @@ def test_scene_views_move_image_and_annotation_together(monkeypatch):
     shade[:], shade[:, :10] = 1, 2
     flipped = [views[epoch, 0]["annotation"][0, 0] != 2 for epoch in range(40)]
     assert 10 < sum(flipped) < 30
+    monkeypatch.setattr(segment, "photometric_distortion", lambda rng, image: torch.full_like(image, 77))
+    assert (views[0, 0]["image"][:, views[0, 0]["annotation"] > 0] == 77).all()
 
 
 def test_photometric_distortion_is_mmsegmentations():
