@@ -26,7 +26,7 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 from tqdm import tqdm
 
-from common import STOP_SIGNALS, LocalError, Machine, Run, UserError, lock
+from common import STOP_SIGNALS, LocalError, Machine, UserError, lock
 from model import IMAGENET_MEAN, IMAGENET_STD
 from shapes import Shapes
 
@@ -259,7 +259,7 @@ def ignore_signals(worker: int):
         signal.signal(number, signal.SIG_IGN)
 
 
-def train_batches(views: Dataset, images: int, run: Run):
+def train_batches(views: Dataset, images: int, run):
     """The micro-batches of a run's steps. --repeat-batch: those of step 0 again and again."""
     args, machine, plan = run.args, run.machine, run.plan
     order = train_order(images, args.batch_size, plan.micro_batch, args.seed,

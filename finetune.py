@@ -20,6 +20,7 @@ import data
 from checkpoint import digest, load_checkpoint, load_encoder
 from common import UserError
 from model import IMAGENET_MEAN, IMAGENET_STD, PRESETS, ViT, build_vit
+from run import Run
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -129,12 +130,12 @@ def fit(args: argparse.Namespace, machine: common.Machine, encoder: ViT, model: 
     """The supervised loop of finetune.py and linprobe.py -> scores of the best epoch on `val`, in percent.
 
     `model` is what learns, from `features` of the pixels: a probe's frozen encoder, outside DDP. `sources`
-    are digests of files (see common.Run). `erase` adds random erasing to strong augmentation.
+    are digests of files (see run.Run). `erase` adds random erasing to strong augmentation.
     """
     plan, image_size = common.make_plan(args, machine.world, len(images)), encoder.config["image_size"]
     sources = sources | {"images": data.digest(images, val)}
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
-    run = common.Run(args, machine, plan, encoder.config, sources, model=model, optimizer=optimizer)
+    run = Run(args, machine, plan, encoder.config, sources, model=model, optimizer=optimizer)
     run.announce(args.checkpoint or "from scratch",
                  f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters",
                  f"{len(images)} images of {len(images.classes)} classes")
@@ -194,4 +195,4 @@ def main(args: argparse.Namespace) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    common.run(main, parse_args())
+    common.launch(main, parse_args())

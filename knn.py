@@ -96,4 +96,4 @@ def main(args: argparse.Namespace) -> list[float]:
 
 
 if __name__ == "__main__":
-    common.run(main, parse_args())
+    common.launch(main, parse_args())

@@ -77,4 +77,4 @@ def main(args: argparse.Namespace) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    common.run(main, parse_args())
+    common.launch(main, parse_args())

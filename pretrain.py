@@ -15,6 +15,7 @@ from balance import FixedWeights, GradNorm, RandomLossWeighting
 from checkpoint import digest
 from losses import explore_losses
 from model import PRESETS, Explore, Router, build_vit
+from run import Run
 from teacher import build_teacher
 
 
@@ -147,7 +148,7 @@ def main(args: argparse.Namespace):
     else:
         balance = RandomLossWeighting(fixed, args.seed) if args.balance == "rlw" else FixedWeights(fixed)
 
-    run = common.Run(args, machine, plan, encoder.config, sources,
+    run = Run(args, machine, plan, encoder.config, sources,
                      model=student, optimizer=optimizer, balance=balance)
     run.announce(f"{args.model}, {sum(p.numel() for p in encoder.parameters()) / 1e6:.1f} M parameters, "
                  f"{args.experts} experts, {args.objective}", f"{len(images)} images")
@@ -203,4 +204,4 @@ def warn_of_collapse(line: dict):
 
 
 if __name__ == "__main__":
-    common.run(main, parse_args())
+    common.launch(main, parse_args())

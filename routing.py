@@ -26,6 +26,7 @@ from checkpoint import LoadError, digest, load_checkpoint, load_encoder
 from common import UserError
 from losses import dispatch_entropy, token_loss, variation
 from model import Router, ViT
+from run import plain
 from teacher import build_teacher
 
 # low to high, blue over gray to red: colors at equal distances
@@ -267,7 +268,7 @@ def main(args: argparse.Namespace) -> list[dict]:
     models, tensors = zip(*(measure(path, args, machine) for path in args.checkpoints))
     rows = [(numbers["name"], each["weights"], numbers["shown"]) for numbers, each in zip(models, tensors)]
     heatmaps(tensors[0]["pixels"], rows).save(out / "heatmaps.png")
-    (out / "routing.json").write_text(json.dumps(common.plain(models), indent=1) + "\n")
+    (out / "routing.json").write_text(json.dumps(plain(models), indent=1) + "\n")
     for numbers in models:
         report(numbers)
     try:
@@ -279,4 +280,4 @@ def main(args: argparse.Namespace) -> list[dict]:
 
 
 if __name__ == "__main__":
-    common.run(main, parse_args())
+    common.launch(main, parse_args())

@@ -22,6 +22,7 @@ import data
 from checkpoint import digest, load_checkpoint, load_encoder
 from common import LocalError, UserError
 from model import IMAGENET_MEAN, ViT
+from run import Run
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -279,7 +280,7 @@ def main(args: argparse.Namespace) -> dict[str, float]:
         nn.SyncBatchNorm.convert_sync_batchnorm(model)      # its forward pass makes the host wait for the device
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999),
                              common.layerwise_lr(len(encoder.blocks), args.layer_decay))
-    run = common.Run(args, machine, plan, encoder.config, sources, model=model, optimizer=optimizer)
+    run = Run(args, machine, plan, encoder.config, sources, model=model, optimizer=optimizer)
     run.announce(args.checkpoint, f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters",
                  f"{len(scenes)} images of {classes} classes")
     if machine.compile:
@@ -310,4 +311,4 @@ def main(args: argparse.Namespace) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    common.run(main, parse_args())
+    common.launch(main, parse_args())

@@ -54,6 +54,7 @@ import losses  # noqa: E402
 import model  # noqa: E402
 import pretrain  # noqa: E402
 import routing  # noqa: E402
+import run  # noqa: E402
 import segment  # noqa: E402
 from shapes import Shapes  # noqa: E402
 from teacher import build_teacher  # noqa: E402
@@ -201,7 +202,7 @@ def torchrun(processes, script, *argv):
 def refusal(capsys, name, *argv):
     """Runs a stage on flags that it must refuse -> its one line of error."""
     with pytest.raises(SystemExit) as stop:
-        common.run(SCRIPTS[name].main, SCRIPTS[name].parse_args(list(argv)))
+        common.launch(SCRIPTS[name].main, SCRIPTS[name].parse_args(list(argv)))
     assert stop.value.code == 2
     error = capsys.readouterr().err.strip()
     assert "Traceback" not in error
@@ -1054,7 +1055,7 @@ def test_an_error_of_any_machine_is_printed(monkeypatch, capsys):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         with pytest.raises(SystemExit):
-            common.run(fails, None)
+            common.launch(fails, None)
         assert ("no such disk" in capsys.readouterr().err) == says
 
 
@@ -1463,7 +1464,7 @@ import common, pretrain
 set_rate, steps, rank = common.set_rate, itertools.count(1), os.environ.get("RANK")
 atexit.register(lambda: {at_exit})
 common.set_rate = lambda *args: (step := next(steps), {fault}, set_rate(*args))
-common.run(pretrain.main, pretrain.parse_args())
+common.launch(pretrain.main, pretrain.parse_args())
 """, "utf-8")
     return path
 
@@ -1516,7 +1517,7 @@ def test_other_stages_resume_and_evaluate_with_another_number_of_processes(stage
     play(name, [*argv, "--max-steps", "3"])
     out = torchrun(2, f"{SCRIPTS[name].__name__}.py", *argv)
     state, log = read_run(tmp_path / "run")
-    assert state["step"] == 8 and common.finite(state)
+    assert state["step"] == 8 and run.finite(state)
     assert [line["step"] for line in log if "top1" in line or "miou" in line] == [4, 8]
     scores, again, _ = play(name, argv)                        # one process sees the two processes' numbers
     assert scores == again["best"] == state["best"]
@@ -1636,8 +1637,8 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(stage, tmp_path):
 
 
 def test_long_epochs_are_saved_by_the_clock(stage, monkeypatch):
-    clock = Mock(wraps=common.time, monotonic=Mock(side_effect=itertools.count()))      # a second a look
-    monkeypatch.setattr(common, "time", clock)
+    clock = Mock(wraps=run.time, monotonic=Mock(side_effect=itertools.count()))      # a second a look
+    monkeypatch.setattr(run, "time", clock)
     saves = spy(monkeypatch, torch, "save")
     for minutes, steps in (("0", [8]), ("0.05", [3, 6, 8])):
         train(stage("pretrain", "--save-minutes", minutes, out=minutes))
@@ -1698,7 +1699,7 @@ def test_fewer_wrong_numbers_are_left_out_and_counted(stage, monkeypatch):
     factors = iter([1.0] * 5 + [nan] * 19 + [1.0] * 16 + [nan, 1.0] * 20)
     monkeypatch.setattr(losses, "token_loss", lambda *args: token_loss(*args) * next(factors))
     state, log = train(stage("pretrain", "--epochs", "20"))
-    assert state["step"] == 80 and common.finite(state)
+    assert state["step"] == 80 and run.finite(state)
     assert [line["skipped"] for line in log] == [15, 4, 10, 10]
 
 
@@ -1707,7 +1708,7 @@ def test_no_checkpoint_ever_holds_a_nan(stage, capsys, name, tmp_path):
     argv = stage(name, "--lr", "1e39", "--save-every", "1", "--save-minutes", "1e-9")
     error = refusal(capsys, name, *argv)
     assert "the model or the optimizer holds a NaN or infinity; nothing was saved yet. To try:" in error
-    assert all(common.finite(checkpoint.load_checkpoint(path)) for path in (tmp_path / "run").glob("*.pt"))
+    assert all(run.finite(checkpoint.load_checkpoint(path)) for path in (tmp_path / "run").glob("*.pt"))
 
 
 # ------------------------------------------------------------------------------------ a GPU that is not there
@@ -1774,25 +1775,25 @@ def fake_gpu(monkeypatch):
         assert all(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         return step(optimizer, *args)
 
-    def end_step(run, *args, end=common.Run.end_step):
+    def end_step(*args, end=run.Run.end_step):
         gpu.step = False
-        line = end(run, *args)
+        line = end(*args)
         gpu.step = True
         return line
     for owner, changed in ((nn.Module, to), (data, loader), (torch.Tensor, backward), (common, optimizer_step),
-                           (common.Run, end_step)):
+                           (run.Run, end_step)):
         monkeypatch.setattr(owner, changed.__name__.replace("loader", "DataLoader"), changed)
     monkeypatch.setattr(nn.init, "trunc_normal_", lambda x, **kwargs: x)      # looks at values
     monkeypatch.setattr(FakeTensor, "tolist", lambda x: np.ones(x.shape).tolist() if not gpu.step else 1 / 0)
     monkeypatch.setattr(torch.autograd, "grad", lambda loss, inputs, **kwargs: list(map(torch.zeros_like, inputs)))
     monkeypatch.setattr(common.Machine, "largest", lambda machine, *values: values)
-    monkeypatch.setattr(common.Run, "save", lambda *args: None)
+    monkeypatch.setattr(run.Run, "save", lambda *args: None)
     at_step(monkeypatch, 0, lambda: setattr(gpu, "step", True))
 
-    def run(name, argv):
+    def on_gpu(name, argv):
         with fakes, gpu:
             SCRIPTS[name].main(SCRIPTS[name].parse_args(argv))
-    yield run
+    yield on_gpu
     data.constant.cache_clear()
 
 
@@ -1830,7 +1831,7 @@ def test_the_first_lines_and_the_last_say_what_runs_and_where_its_result_is(stag
 
 def test_the_progress_bar_names_the_stage_and_no_score_before_the_first_evaluation(stage, monkeypatch):
     shown = []
-    monkeypatch.setattr(common.tqdm, "set_postfix", lambda bar, x, refresh: shown.append((bar.desc, *x)))
+    monkeypatch.setattr(run.tqdm, "set_postfix", lambda bar, x, refresh: shown.append((bar.desc, *x)))
     play("finetune", stage("finetune", "--save-minutes 1e-9 --save-every 9"))
     play("pretrain", stage("pretrain", "--max-steps 1 --objective token_cls_pixel", out="pretrained"))
     assert shown == [*[("finetune", "loss")] * 7, ("finetune", "loss", "top1", "top5"),
@@ -1842,7 +1843,7 @@ def test_the_log_says_what_share_of_the_time_went_into_waiting_for_the_loader(st
 
     def takes(seconds, function):
         return lambda *args: (now.__setitem__(0, now[0] + seconds), function(*args))[1]
-    monkeypatch.setattr(common.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(run.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(data.TrainViews, "__getitem__", takes(0.5, views))      # 4 s for a batch of 8
     monkeypatch.setattr(common, "set_rate", takes(6, common.set_rate))
     line = train(stage("pretrain", "--max-steps 6 --save-every 1"))[1][-1]      # of two steps
@@ -1852,8 +1853,8 @@ def test_the_log_says_what_share_of_the_time_went_into_waiting_for_the_loader(st
 def test_training_on_the_first_batch_alone_lowers_the_loss_and_logs_the_diagnostics(stage, monkeypatch):
     drawn, view, watched = [], data.TrainViews.view, spy(monkeypatch, pretrain, "warn_of_collapse")
     monkeypatch.setattr(data.TrainViews, "view", lambda *args: (drawn.append(args), view(*args))[1])
-    added, add = [], common.Log.add
-    monkeypatch.setattr(common.Log, "add", lambda log, metrics: (added.append(metrics), add(log, metrics)))
+    added, add = [], run.Log.add
+    monkeypatch.setattr(run.Log, "add", lambda log, metrics: (added.append(metrics), add(log, metrics)))
     _, log = train(stage("pretrain", "--repeat-batch --micro-batch 4 --epochs 20 --lr 2e-3 --drop-path 0"))
     first, last = log[0], log[-1]
     assert len(drawn) == 8 and last["loader_wait"] == 0 and 0.1 < last["memory_gib"] < 100
@@ -2284,7 +2285,7 @@ def test_area_under_the_curve_counts_ties_half_and_json_has_no_word_for_nan():
     score, positive = torch.tensor([0.1, 0.4, 0.4, 0.8, 0.2]), torch.tensor([False, True, False, True, False])
     assert routing.roc_auc(score, positive) == pytest.approx(5.5 / 6)      # of six pairs
     assert math.isnan(routing.roc_auc(score, torch.ones(5, dtype=torch.bool)))
-    assert common.plain({"a": [math.nan, 1, {"b": math.inf}], "c": "x", "d": 0.1234567}) == {
+    assert run.plain({"a": [math.nan, 1, {"b": math.inf}], "c": "x", "d": 0.1234567}) == {
         "a": [None, 1, {"b": None}], "c": "x", "d": 0.123457}
 
 

@@ -26,6 +26,7 @@ import routing  # noqa: E402
 from checkpoint import load_checkpoint, load_encoder  # noqa: E402
 from losses import token_loss  # noqa: E402
 from model import Explore  # noqa: E402
+from run import plain  # noqa: E402
 from teacher import build_teacher  # noqa: E402
 
 # key in SET.json, title, digits, whether the table has the difference to `uniform`
@@ -105,7 +106,7 @@ def measure(run: Path) -> dict:
                 "lambda": args["entropy_weight"][0], "balance": -((first - 1) * loss).mean().item() / spread}
         if "foreground_auc" in seen:
             row["foreground"] = seen["foreground_auc"][0]
-    return common.plain(row)
+    return plain(row)
 
 
 def rank(row: dict) -> tuple:
