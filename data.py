@@ -1,18 +1,19 @@
-"""Images: data sets, training and evaluation views, block masks, loaders, and what happens on the device.
+"""Images: data sets, views, block masks, loaders, and what happens on the device.
 
-What is random about a training image is a function of (seed, epoch, index), the order of images one of (seed,
-epoch): the numbers of workers and processes change nothing. Workers decode, crop and resize, and send uint8.
+What is random about a training image is a function of (seed, epoch, index), the order of images
+one of (seed, epoch): the numbers of workers and processes change nothing. Workers decode, crop
+and resize, and send uint8.
 """
 
 import contextlib
 import functools
 import hashlib
-import itertools
 import math
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,7 +23,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import CIFAR10, DatasetFolder, Food101
 from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 from tqdm import tqdm
 
@@ -30,31 +30,47 @@ from common import STOP_SIGNALS, LocalError, Machine, UserError, lock
 from model import IMAGENET_MEAN, IMAGENET_STD
 from shapes import Shapes
 
-BICUBIC = InterpolationMode.BICUBIC
+BICUBIC = TF.InterpolationMode.BICUBIC
 
 
-# ------------------------------------------------------------------------------------------------ images
+# ------------------------------------------------------------------------------- images
+
+class Images(Protocol):
+    """What a data set offers. Some also have `classes`, the names of their labels; `names()`,
+    those of their files; `mask(index)`, an object's pixels, bool [H, W]."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """-> (uint8 [3, H, W], label)"""
+
 
 def read_image(path: str | os.PathLike) -> Tensor:
-    """An image file as RGB, uint8 [3, H, W], upright by its EXIF orientation, on white where transparent."""
-    with contextlib.suppress(Exception):      # a JPEG: Pillow's pixels, faster, while torchvision has this
+    """An image file as RGB, uint8 [3, H, W], upright by its EXIF orientation.
+
+    Transparency becomes white.
+    """
+    with contextlib.suppress(Exception):      # a JPEG: Pillow's pixels, in less time
         jpeg = torchvision.io.read_file(str(path))
-        return torchvision.io.decode_jpeg(jpeg, torchvision.io.ImageReadMode.RGB, apply_exif_orientation=True)
-    try:      # all other formats, and words for what is broken
+        return torchvision.io.decode_jpeg(jpeg, torchvision.io.ImageReadMode.RGB,
+                                          apply_exif_orientation=True)
+    try:      # other formats, broken files, and JPEGs once torchvision has no decoder any more
         with Image.open(path) as picture:
-            if picture.mode[0] in "IF":      # 16 or 32 bits; Pillow would make white of them
+            if picture.mode[0] in "IF":      # 16 or 32 bits: Pillow would make white of them
                 raise ValueError(f"mode {picture.mode}, expected 8 bits a channel")
             picture = ImageOps.exif_transpose(picture)
             if picture.has_transparency_data:
                 picture = picture.convert("RGBA")
-                picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+                picture = Image.alpha_composite(
+                    Image.new("RGBA", picture.size, "white"), picture)
             return TF.pil_to_tensor(picture.convert("RGB"))
     except Exception as error:      # a dozen kinds for broken files
-        raise LocalError(f"cannot read the image {path} ({type(error).__name__}: {error})") from error
+        raise LocalError(f"cannot read the image {path} ({type(error).__name__}: {error})"
+                         ) from error
 
 
 class Folder(DatasetFolder):
-    """ImageNet's ROOT/{train,val}/CLASS/*.jpg, classes of train/. Index it for (uint8 [3, H, W], label)."""
+    """ImageNet's ROOT/{train,val}/CLASS/*.jpg, with the classes of train/."""
 
     def __init__(self, root: str, split: str):
         folder = os.path.join(root, split)
@@ -63,14 +79,16 @@ class Folder(DatasetFolder):
             if not self.samples:
                 raise FileNotFoundError(f"no image in {folder}")
         except OSError as error:
-            raise UserError(f"--data {root}: {error}; expected {{train,val}}/CLASS/*.jpg (pretrain.py and "
-                            "routing.py also take photos alone), or cifar10, food101, shapes (sh demo.sh "
-                            "needs no images)") from error
+            raise UserError(f"--data {root}: {error}; expected {{train,val}}/CLASS/*.jpg "
+                            "(pretrain.py and routing.py also take photos alone), or cifar10, "
+                            "food101, shapes (sh demo.sh needs no images)") from error
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
-        classes, indices = super().find_classes(os.path.join(os.path.dirname(directory), "train"))
+        root = os.path.dirname(directory)
+        classes, indices = super().find_classes(os.path.join(root, "train"))
         if unexpected := set(super().find_classes(directory)[0]) - set(classes):
-            raise FileNotFoundError(f"class {min(unexpected)!r} of {directory} is not among those of train/")
+            raise FileNotFoundError(f"class {min(unexpected)!r} of {directory} is not among "
+                                    "those of train/")
         return classes, indices
 
     def names(self) -> list[str]:
@@ -78,82 +96,90 @@ class Folder(DatasetFolder):
 
 
 class Photos(Dataset):
-    """An image file, or those of a folder without classes. Index it for (uint8 [3, H, W], 0)."""
+    """An image file, or those of a folder without classes. Their label is 0."""
 
     def __init__(self, path: Path):
-        self.paths = sorted(path.iterdir()) if path.is_dir() else [path]
-        self.paths = [path for path in self.paths if path.suffix.lower() in IMG_EXTENSIONS]
+        paths = sorted(path.iterdir()) if path.is_dir() else [path]
+        self.paths = [path for path in paths if path.suffix.lower() in IMG_EXTENSIONS]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.paths)
-
-    def names(self) -> list[str]:
-        return [path.name for path in self.paths]
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return read_image(self.paths[index]), 0
 
+    def names(self) -> list[str]:
+        return [path.name for path in self.paths]
+
 
 def torchvision_set(name: str, split: str) -> CIFAR10 | Food101:
-    """CIFAR-10 or Food-101, downloaded by torchvision to data/. Index it for (uint8 [3, H, W], label)."""
+    """CIFAR-10 or Food-101, downloaded by torchvision to data/."""
+    how = dict(transform=TF.pil_to_tensor, download=True)
     try:
-        with lock(Path("data"), wait=True):      # processes wait for each other, on other machines too
+        with lock(Path("data"), wait=True):      # one process at a time, of all machines
             if name == "cifar10":
-                return CIFAR10("data", train=split == "train", transform=TF.pil_to_tensor, download=True)
-            split = "train" if split == "train" else "test"
-            return Food101("data", split, transform=TF.pil_to_tensor, download=True)
+                return CIFAR10("data", train=split == "train", **how)
+            return Food101("data", "train" if split == "train" else "test", **how)
     except (OSError, RuntimeError) as error:
         raise UserError(f"--data {name}: torchvision could not download it ({error}); "
                         "give a folder of images instead") from error
 
 
-def open_images(data: str, split: str, image_size: int, labels: bool = True):
-    """What `--data` names: a Folder, Photos, a set of torchvision or Shapes, of "train" or "val"."""
+def open_images(data: str, split: str, image_size: int, labels: bool = True) -> Images:
+    """The set that `--data` names, of "train" or "val". Photos only where no labels are needed."""
     if data in ("shapes", "shapes-noise"):
         return Shapes(split, image_size, noise=data == "shapes-noise")
     if data in ("cifar10", "food101"):
         return torchvision_set(data, split)
     path = Path(data, split) if Path(data, split).is_dir() else Path(data)
-    folders = path.iterdir() if path.is_dir() else ()
-    folders = [entry for entry in folders if entry.is_dir() and entry.name[0] != "."]
-    flat = path.exists() and not folders
-    return Photos(path) if flat and not labels and len(Photos(path)) else Folder(data, split)
+    entries = path.iterdir() if path.is_dir() else ()
+    folders = [entry for entry in entries if entry.is_dir() and entry.name[0] != "."]
+    photos = path.exists() and not folders and not labels
+    return Photos(path) if photos and len(Photos(path)) else Folder(data, split)
 
 
-def digest(*sets) -> str:
-    """A short hash of the class names and relative file names of image sets: --data may move, not change."""
+def digest_names(*sets: Images) -> str:
+    """A short hash of the numbers and names of images and classes: --data may move, not change."""
     sha = hashlib.sha256()
     for images in sets:
         names = images.names() if hasattr(images, "names") else []
-        sha.update(os.fsencode("\0".join([str(len(images)), *getattr(images, "classes", []), *names])))
+        sha.update(os.fsencode("\0".join(
+            [str(len(images)), *getattr(images, "classes", []), *names])))
     return sha.hexdigest()[:16]
 
 
-# ------------------------------------------------------------------------------------ views of one image
+# ------------------------------------------------------------------- views of one image
 
-def random_crop(rng: np.random.Generator, height: int, width: int, scale, ratio=(3 / 4, 4 / 3)):
-    """As RandomResizedCrop: a random share of the area, an aspect in `ratio` -> top, left, height, width"""
+def random_crop(rng: np.random.Generator, height: int, width: int, scale: tuple[float, float],
+                ratio: tuple[float, float] = (3 / 4, 4 / 3)) -> tuple[int, int, int, int]:
+    """As RandomResizedCrop: a random share of the area, an aspect in `ratio`.
+
+    -> top, left, height, width
+    """
     for _ in range(10):
         area = height * width * rng.uniform(*scale)
         aspect = math.exp(rng.uniform(math.log(ratio[0]), math.log(ratio[1])))
-        h, w = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
+        h = round(math.sqrt(area / aspect))
+        w = round(math.sqrt(area * aspect))
         if 0 < h <= height and 0 < w <= width:
-            return int(rng.integers(height - h + 1)), int(rng.integers(width - w + 1)), h, w
-    h, w = max(1, min(height, round(width / ratio[0]))), max(1, min(width, round(height * ratio[1])))
-    return (height - h) // 2, (width - w) // 2, h, w      # the middle of a very long image
+            top = int(rng.integers(height - h + 1))
+            return top, int(rng.integers(width - w + 1)), h, w
+    h = max(1, min(height, round(width / ratio[0])))      # the middle of a very long image
+    w = max(1, min(width, round(height * ratio[1])))
+    return (height - h) // 2, (width - w) // 2, h, w
 
 
 def center_view(image: Tensor, size: int) -> Tensor:
-    """The evaluation view, uint8 [3, size, size]: shorter side to 256/224 of `size`, then the center."""
+    """The evaluation view, uint8 [3, size, size]: resize to 256/224 of `size`, center crop."""
     image = TF.resize(image, round(size * 256 / 224), interpolation=BICUBIC, antialias=True)
     return TF.center_crop(image, [size, size])
 
 
 def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
-    """BEiT's block masking: bool [grid * grid], True is masked, exactly int(ratio * grid * grid) of them.
+    """BEiT's block masking: bool [grid * grid], True for int(ratio * grid * grid) masked ones.
 
-    Blocks have at least 16 patches of a 14 x 14 grid (in proportion on smaller ones) and an aspect in 0.3 to
-    1/0.3. Where no more blocks fit, single patches fill up.
+    Blocks have at least 16 patches of a 14 x 14 grid (in proportion on smaller ones) and an
+    aspect in 0.3 to 1/0.3. Where no more blocks fit, single patches fill up.
     """
     missing = int(ratio * grid ** 2)
     smallest = max(1, round(16 * min(1, grid ** 2 / 14 ** 2)))
@@ -161,7 +187,7 @@ def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
     failures = 0
     numbers = []
     while missing and failures < 10:
-        numbers = numbers or rng.random((32, 4)).tolist()      # a call for each number takes four times as long
+        numbers = numbers or rng.random((32, 4)).tolist()      # in one call: faster
         area, aspect, y, x = numbers.pop()
         area = smallest + area * max(0, missing - smallest)
         aspect = 0.3 ** (2 * aspect - 1)
@@ -182,35 +208,13 @@ def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
     return mask
 
 
-class TrainViews(Dataset):
-    """Training views of `images`, indexed by (epoch, index): a dict of image uint8 [3, S, S], label, flip
-    bool, jitter [3] and, with a `mask_ratio`, mask bool [N]."""
-    scale = (0.2, 1.0)      # of the image's area
-
-    def __init__(self, images, image_size: int, seed: int, grid: int = 0, mask_ratio: float | None = None):
-        self.images, self.image_size, self.seed = images, image_size, seed
-        self.grid, self.mask_ratio = grid, mask_ratio
-
-    def __getitem__(self, key: tuple[int, int]) -> dict:
-        return self.view(np.random.default_rng((self.seed, *key)), *self.images[key[1]])
-
-    def view(self, rng: np.random.Generator, image: Tensor, label: int) -> dict:
-        crop, size = random_crop(rng, *image.shape[-2:], self.scale), [self.image_size, self.image_size]
-        image = TF.resized_crop(image, *crop, size, interpolation=BICUBIC, antialias=True)
-        view = dict(image=image, label=label, flip=bool(rng.random() < 0.5),
-                    jitter=rng.uniform(1 - 0.4, 1 + 0.4, 3).astype(np.float32))
-        if self.mask_ratio is not None:
-            view["mask"] = block_mask(rng, self.grid, self.mask_ratio)
-        return view
-
-
 class CenterViews(Dataset):
-    """Evaluation views of `images`, indexed by index: a dict of image uint8 [3, S, S], label and index."""
+    """Evaluation views: a dict of image uint8 [3, S, S], label and index."""
 
-    def __init__(self, images, image_size: int):
+    def __init__(self, images: Images, image_size: int):
         self.images, self.image_size = images, image_size
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> dict:
@@ -218,14 +222,39 @@ class CenterViews(Dataset):
         return dict(image=center_view(image, self.image_size), label=label, index=index)
 
 
-# ----------------------------------------------------------------------------------------------- loaders
+class TrainViews(CenterViews):
+    """Training views, indexed by (epoch, index): a dict of image uint8 [3, S, S], label, flip
+    bool, jitter [3] and, with a `mask_ratio`, mask bool [N]."""
+    scale = (0.2, 1.0)      # of the image's area
 
-def train_order(images: int, batch_size: int, micro_batch: int, seed: int, first: int, last: int,
-                rank: int = 0, world: int = 1):
-    """Yields the (epoch, index) keys of each micro-batch of one process, from step `first` to `last`.
+    def __init__(self, images: Images, image_size: int, seed: int, grid: int = 0,
+                 mask_ratio: float | None = None):
+        super().__init__(images, image_size)
+        self.seed, self.grid, self.mask_ratio = seed, grid, mask_ratio
 
-    Each epoch is a permutation of all images, cut into global batches; an incomplete last batch is left out.
-    Process r of w takes every w-th image of a batch, so that any w trains on the same batches.
+    def __getitem__(self, key: tuple[int, int]) -> dict:
+        return self.view(np.random.default_rng((self.seed, *key)), *self.images[key[1]])
+
+    def view(self, rng: np.random.Generator, image: Tensor, label: int) -> dict:
+        crop = random_crop(rng, *image.shape[-2:], self.scale)
+        image = TF.resized_crop(image, *crop, [self.image_size, self.image_size],
+                                interpolation=BICUBIC, antialias=True)
+        view = dict(image=image, label=label, flip=bool(rng.random() < 0.5),
+                    jitter=rng.uniform(1 - 0.4, 1 + 0.4, 3).astype(np.float32))
+        if self.mask_ratio is not None:
+            view["mask"] = block_mask(rng, self.grid, self.mask_ratio)
+        return view
+
+
+# ------------------------------------------------------------------------------ loaders
+
+def train_order(images: int, batch_size: int, micro_batch: int, seed: int, first: int,
+                last: int, rank: int = 0, world: int = 1):
+    """Yields the (epoch, index) keys of each micro-batch of one process, from step `first` on.
+
+    Each epoch is a permutation of all images, cut into global batches; an incomplete last batch
+    is left out. Process r of w takes every w-th image of a batch, so that any w trains on the
+    same batches.
     """
     for step in range(first, last):
         epoch, at = divmod(step, images // batch_size)
@@ -238,43 +267,40 @@ def train_order(images: int, batch_size: int, micro_batch: int, seed: int, first
 
 def load(views: Dataset, order, machine: Machine):
     """Yields `order`'s batches of `views` on the machine's device."""
-    fork = "fork" if machine.workers and sys.platform == "linux" else None      # ready for signals at once
-    loader = DataLoader(views, batch_sampler=order, num_workers=machine.workers, multiprocessing_context=fork,
-                        worker_init_fn=ignore_signals, pin_memory=machine.device.type == "cuda",
-                        generator=torch.Generator())      # not the global one, which belongs to the step
-    for batch in loader:
-        yield {name: value.to(machine.device, non_blocking=True) for name, value in batch.items()}
+    fork = "fork" if machine.workers and sys.platform == "linux" else None      # at once ready
+    loader = DataLoader(
+        views, batch_sampler=order, num_workers=machine.workers, worker_init_fn=ignore_signals,
+        multiprocessing_context=fork, pin_memory=machine.device.type == "cuda",
+        generator=torch.Generator())      # not the global one, which belongs to the step
+    try:
+        for batch in loader:
+            yield {name: value.to(machine.device, non_blocking=True)
+                   for name, value in batch.items()}
+    except LocalError as error:      # a loader process puts its traceback before the message
+        raise LocalError(str(error).split("LocalError: ")[-1].strip()) from None
 
 
 def eval_batches(views: Dataset, batch_size: int, machine: Machine, what: str = "val"):
-    """This process's batches of `views`, in order: every w-th of w processes, so that any w sees the same."""
-    order = torch.arange(len(views)).split(batch_size)[machine.rank::machine.world]
-    order = tqdm([rows.tolist() for rows in order], what, leave=False, disable=machine.rank > 0)
+    """This process's batches of `views`, in order: every w-th of w processes."""
+    batches = torch.arange(len(views)).split(batch_size)[machine.rank::machine.world]
+    order = tqdm([batch.tolist() for batch in batches], what, leave=False,
+                 disable=machine.rank > 0)
     return load(views, order, machine)
 
 
 def ignore_signals(worker: int):
-    """Schedulers and terminals signal every process; workers ignore it so that the step can finish."""
+    """Schedulers signal every process; workers ignore it so that the step can finish."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def train_batches(views: Dataset, images: int, run):
-    """The micro-batches of a run's steps. --repeat-batch: those of step 0 again and again."""
-    args, machine, plan = run.args, run.machine, run.plan
-    order = train_order(images, args.batch_size, plan.micro_batch, args.seed,
-                        0 if args.repeat_batch else run.first, run.last, machine.rank, machine.world)
-    if args.repeat_batch:
-        return itertools.cycle(list(load(views, itertools.islice(order, plan.micro_steps), machine)))
-    return run.log.waiting(load(views, order, machine))
-
-
-# -------------------------------------------------------------------------------- on the training device
+# --------------------------------------------------------------- on the training device
 
 def augment(batch: dict) -> Tensor:
-    """Flips images and jitters brightness, contrast and saturation, each image by what was drawn for it.
+    """Flips images and jitters brightness, contrast and saturation, by what was drawn for each.
 
-    A batch of TrainViews: image uint8 [B, 3, S, S], flip [B], jitter [B, 3] -> images [B, 3, S, S] in [0, 1]
+    A batch of TrainViews: image uint8 [B, 3, S, S], flip [B], jitter [B, 3] -> images
+    [B, 3, S, S] in [0, 1]
     """
     images = batch["image"] / 255
     images = torch.where(batch["flip"][:, None, None, None], images.flip(-1), images)
@@ -294,7 +320,8 @@ def gray(images: Tensor) -> Tensor:
 
 def normalize(images: Tensor) -> Tensor:
     """Images in [0, 1] -> the student's input, in ImageNet's mean and standard deviation."""
-    return (images - constant(IMAGENET_MEAN, images.device)) / constant(IMAGENET_STD, images.device)
+    return ((images - constant(IMAGENET_MEAN, images.device))
+            / constant(IMAGENET_STD, images.device))
 
 
 @functools.cache      # a copy to the device in every step would make the host wait for it
