@@ -1,28 +1,30 @@
-"""Probes on a frozen encoder: a linear layer on [CLS], or Efficient Probing on the patch tokens.
+"""Probes on a frozen encoder: a linear layer on [CLS], or Efficient Probing on the patches.
 
     torchrun --nproc_per_node 4 linprobe.py runs/pretrain/epoch_0300.pt
     python linprobe.py runs/pretrain/epoch_0300.pt --probe ep --data food101
 """
-
-import argparse
 
 import torch
 from torch import Tensor, nn
 
 import common
 import data
-import finetune  # a probe is finetuning with everything but the head frozen: the loop is the same
-from checkpoint import digest, load_encoder
+import finetune  # a probe is finetuning with everything but the head frozen: the same loop
+from checkpoint import digest_weights, load_encoder
 from model import init_weights
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None):
     parser = common.make_parser(__doc__, batch_size=2048)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="of ExPLoRe, the authors' release or timm")
-    parser.add_argument("--probe", choices=("linear", "ep"), default="linear", help="linear: on [CLS]; ep: "
-                        "Efficient Probing, 32 queries on the patch tokens (default: %(default)s)")
-    common.add_trainer_flags(parser, length=100, warmup=10, lr=2e-3, min_lr=0.0, weight_decay=0.0,
-                             clip_grad=0.0)
+    common.add_flags(parser, "probe", {
+        "checkpoint": dict(metavar="CHECKPOINT",
+                           help="of ExPLoRe, the authors' release or timm"),
+        "--probe": dict(
+            choices=("linear", "ep"), default="linear",
+            help="linear: on [CLS]; ep: Efficient Probing, 32 queries on the patch tokens"),
+    })
+    common.add_trainer_flags(parser, epochs=100, warmup=10, lr=2e-3, min_lr=0.0,
+                             weight_decay=0.0, clip_grad=0.0)
     finetune.add_supervised_flags(parser)
     return common.parse(parser, argv, "linprobe")
 
@@ -40,8 +42,10 @@ class LinearProbe(nn.Module):
 
 
 class EfficientProbe(nn.Module):
-    """Efficient Probing: learned queries attend to the patch tokens, without a key projection; each pools
-    its own slice of their value projection. tokens [B, 1 + N, D] -> logits [B, C]; Q must divide D
+    """Efficient Probing: learned queries attend to the patches, without a key projection.
+
+    Each of Q queries pools its own slice of the patches' value projection; Q must divide D.
+    tokens [B, 1 + N, D] -> logits [B, C]
     """
 
     def __init__(self, dim: int, classes: int, queries: int = 32):
@@ -56,24 +60,27 @@ class EfficientProbe(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         patches = tokens[:, 1:]
         scores = torch.einsum("bnd,qd->bqn", patches, self.queries) / patches.shape[-1] ** 0.5
-        slices = self.value(patches).unflatten(-1, (len(self.queries), -1))      # [B, N, Q, D / Q]
-        pooled = torch.einsum("bqn,bnqs->bqs", scores.softmax(-1).to(slices.dtype), slices).flatten(1)
+        slices = self.value(patches).unflatten(-1, (len(self.queries), -1))   # [B, N, Q, D / Q]
+        weights = scores.softmax(-1).to(slices.dtype)
+        pooled = torch.einsum("bqn,bnqs->bqs", weights, slices).flatten(1)
         return self.head(self.norm(pooled.float()))
 
 
-def main(args: argparse.Namespace) -> dict[str, float]:
+def main(args) -> dict[str, float]:
     """-> top-1 and top-5 accuracy of the best epoch on val/, in percent"""
-    machine, encoder = common.Machine(args), load_encoder(args.checkpoint).eval().requires_grad_(False)
-    sources, image_size = {"encoder": digest(encoder)}, encoder.config["image_size"]
-    images, val = (data.open_images(args.data, split, image_size) for split in ("train", "val"))
+    machine = common.Machine(args)
+    encoder = load_encoder(args.checkpoint).eval().requires_grad_(False)
+    sources = {"encoder": digest_weights(encoder)}
+    images, val = (data.open_images(args.data, split, encoder.config["image_size"])
+                   for split in ("train", "val"))
     encoder.to(machine.device)
     if machine.compile:
         encoder.compile()
     common.seed_everything(args.seed)
     kind = LinearProbe if args.probe == "linear" else EfficientProbe
     probe = kind(encoder.dim, len(images.classes)).to(machine.device)
-    return finetune.fit(args, machine, encoder, probe, images, val, sources,
-                        features=lambda pixels: encoder(pixels)[0])      # tokens [B, 1 + N, D]
+    return finetune.fit_classifier(args, machine, encoder, probe, images, val, sources,
+                                   features=lambda pixels: encoder(pixels)[0])   # [B, 1 + N, D]
 
 
 if __name__ == "__main__":
