@@ -1,4 +1,7 @@
-"""Loads checkpoints: ours, those of the authors' release, and ViTs with timm's names (timm, DeiT, MAE)."""
+"""Loads checkpoints: ours, those of the authors' release, and ViTs with timm's names.
+
+The last are timm's, DeiT's and MAE's, among others.
+"""
 
 import argparse
 import hashlib
@@ -14,108 +17,124 @@ from torch import Tensor, nn
 
 from model import ViT
 
-HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1280: 16}      # by width: state dicts do not say
-SAYS_HEADS = "{'model': state_dict, 'heads': NUMBER}"
-NOT_ENCODER = re.compile(r"\w*head|decoder|mask_token|fc_norm|pre_logits|predictor|projector")
+# heads by width: state dicts do not say
+HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1280: 16}
+SAVE_HEADS = "save the file as {'model': state_dict, 'heads': NUMBER}"
+NOT_ENCODER = re.compile(
+    r"\w*head|decoder|mask_token|fc_norm|pre_logits|predictor|projector")
 
 
 class LoadError(ValueError):
-    """A checkpoint or teacher that cannot be loaded. The message names it and says why, in one line."""
+    """A checkpoint or teacher that cannot be loaded: one line that names it and says why."""
 
 
 def load_checkpoint(path: str | Path) -> dict:
-    """Loads a checkpoint -> a dict of "model" (the state dict; the encoder's names begin with "encoder."),
-    "encoder" (the arguments of `ViT`), "args" and, where it is ours, what else was saved; and its "path".
+    """A checkpoint's "model" (the state dict; the encoder's names begin with "encoder."),
+    "encoder" (the arguments of `ViT`), "args", what else is in a file of ours, and "path".
 
-    ViT weights with timm's names and the authors' release are converted. Raises LoadError for anything else,
-    and for a file with more than tensors, numbers, strings and argparse's Namespace: its code never runs.
+    ViT weights with timm's names and the authors' release are converted. Raises LoadError for
+    anything else, and for a file with more than tensors, numbers, strings and argparse's
+    Namespace: its code never runs.
     """
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):      # which DeiT's and MAE's files have
-            # mapped where the weights move to a GPU; on a CPU they would stay a part of the file
-            file = torch.load(path, map_location="cpu", weights_only=True,
-                              mmap=torch.cuda.is_available() and zipfile.is_zipfile(path))
-    except Exception as error:      # not of PyTorch, cut off, with code inside, not readable: a dozen kinds
-        why = "not a PyTorch file of plain tensors, or damaged"
-        why = error.strerror if isinstance(error, OSError) else why
-        raise LoadError(f"{path}: {why}") from error
+        with torch.serialization.safe_globals([argparse.Namespace]):      # in DeiT's and MAE's
+            # mapped where the weights move to a GPU; on a CPU they would stay part of the file
+            mmap = torch.cuda.is_available() and zipfile.is_zipfile(path)
+            file = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except OSError as error:
+        raise LoadError(f"{path}: {error.strerror}") from error
+    except Exception as error:      # not of PyTorch, cut off, with code inside: a dozen kinds
+        raise LoadError(f"{path}: not a PyTorch file of plain tensors, or damaged") from error
     try:
         if not {"model", "encoder", "args"} <= file.keys():
-            says_heads = "heads" in file
-            file = convert_foreign(file)
-            if not says_heads and os.environ.get("RANK", "0") == "0":
-                print("{}: does not say its number of attention heads; took {heads}, as other ViTs of width "
-                      "{dim}. Another number: save it as {}".format(path, SAYS_HEADS, **file["encoder"]))
+            file = convert_foreign(file, path)
     except Exception as error:
-        message = f"{path} is neither an ExPLoRe checkpoint nor a timm-style ViT ({first_line(error)})"
-        raise LoadError(message) from error
+        raise LoadError(f"{path} is neither an ExPLoRe checkpoint nor a timm-style ViT "
+                        f"({first_line(error)})") from error
     return file | {"path": str(path)}
 
 
-def convert_foreign(file: dict) -> dict:
-    """Other people's ViT weights -> the form of our checkpoints. Raises ValueError where they do not fit.
+def convert_foreign(file: dict, path: str | Path) -> dict:
+    """Other people's ViT weights in the form of our checkpoints.
 
-    Heads and decoders are left out; any other tensor that our encoder has no place for refuses the file, for
-    without it the features would silently be wrong.
+    Heads and decoders are left out. Raises ValueError for any other tensor that our encoder has
+    no place for: without it, features would silently be wrong.
     """
     weights = file.get("model", file.get("state_dict", file))
-    state = {name.removeprefix("module."): x for name, x in weights.items() if isinstance(x, Tensor)}
-    if any(name.startswith("student.") for name in state):      # the release keeps other networks beside it
-        state = {name.removeprefix("student."): x for name, x in state.items() if name.startswith("student.")}
+    state = {name.removeprefix("module."): x for name, x in weights.items()
+             if isinstance(x, Tensor)}
+    if any(name.startswith("student.") for name in state):      # the release has a teacher, too
+        state = {name.removeprefix("student."): x for name, x in state.items()
+                 if name.startswith("student.")}
     state = {name: x for name, x in state.items() if not NOT_ENCODER.match(name)}
     missing = {"patch_embed.proj.weight", "pos_embed", "cls_token", "norm.weight"} - state.keys()
     if missing:
         raise ValueError(f"it lacks {', '.join(sorted(missing))}")
 
-    dim, _, patch_size, _ = state["patch_embed.proj.weight"].shape
     positions = state["pos_embed"].shape[1]
     if math.isqrt(positions) ** 2 == positions:      # DeiT-3's [CLS] has none
         state["pos_embed"] = F.pad(state["pos_embed"], (0, 0, 1, 0))
         positions += 1
     grid = math.isqrt(positions - 1)
     if 1 + grid ** 2 != positions:
-        raise ValueError(f"{positions} position embeddings are not those of [CLS] and a square of patches")
+        raise ValueError(f"{positions} position embeddings are not those of [CLS] and a square "
+                         "of patches")
+    dim, _, patch_size, _ = state["patch_embed.proj.weight"].shape
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
     moe_blocks = [i for i in range(depth) if f"blocks.{i}.mlp.phi" in state]
-    experts = state[f"blocks.{moe_blocks[0]}.mlp.phi"].reshape(dim, -1).shape[1] if moe_blocks else 0
+    experts = state[f"blocks.{moe_blocks[0]}.mlp.phi"].numel() // dim if moe_blocks else 0
     heads = file.get("heads", HEADS.get(dim))
     if not heads:
-        raise ValueError(f"nothing says how many attention heads an encoder of width {dim} has: save it as "
-                         + SAYS_HEADS)
+        raise ValueError("nothing says how many attention heads an encoder of width "
+                         f"{dim} has: {SAVE_HEADS}")
+    if "heads" not in file and os.environ.get("RANK", "0") == "0":
+        print(f"{path}: took {heads} attention heads, as other ViTs of width {dim}; the file "
+              f"does not say. If it has another number: {SAVE_HEADS}")
     config = dict(image_size=grid * patch_size, patch_size=patch_size, dim=dim, depth=depth,
                   heads=heads, experts=experts, moe_blocks=moe_blocks)
     for i in range(depth):
-        at = f"blocks.{i}."
-        for ours, theirs in (("ls1.gamma", "gamma_1"), ("ls2.gamma", "gamma_2")):      # no LayerScale: ones
-            state[at + ours] = state.pop(at + theirs, state.get(at + ours, torch.ones(dim)))
-        if at + "attn.q_bias" in state:                                                # keys without a bias
-            q, v = state.pop(at + "attn.q_bias"), state.pop(at + "attn.v_bias")
-            state[at + "attn.qkv.bias"] = torch.cat([q, torch.zeros_like(q), v])
-        if i in moe_blocks:
-            state[at + "mlp.phi"] = state[at + "mlp.phi"].reshape(dim, experts)
-            state[at + "mlp.scale"] = state[at + "mlp.scale"].reshape(())
-        for n in (1, 2) if at + "mlp.experts.0.fc1.weight" in state else ():
-            layers = [at + f"mlp.experts.{e}.fc{n}." for e in range(experts)]
-            state[at + f"mlp.w{n}"] = torch.stack([state.pop(layer + "weight").T for layer in layers])
-            state[at + f"mlp.b{n}"] = torch.stack([state.pop(layer + "bias") for layer in layers])
+        convert_block(state, f"blocks.{i}.", dim, experts)
     with torch.device("meta"):
         unexpected = sorted(state.keys() - ViT(**config).state_dict().keys())
     if unexpected:
         raise ValueError(f"{', '.join(unexpected[:3])} has no place in our encoder")
-    return {"model": {f"encoder.{name}": x for name, x in state.items()}, "encoder": config, "args": {}}
+    model = {f"encoder.{name}": x for name, x in state.items()}
+    return {"model": model, "encoder": config, "args": {}}
 
 
-def load_encoder(source: str | Path | dict, grid: int | None = None, drop_path: float = 0.0) -> ViT:
-    """The encoder of a checkpoint file, or of what `load_checkpoint` returned. Raises LoadError.
+def convert_block(state: dict[str, Tensor], at: str, dim: int, experts: int):
+    """Gives the tensors of one block, whose names start with `at`, our names and shapes."""
+    for n in (1, 2):      # no LayerScale is one of ones
+        ones = torch.ones(dim)
+        state.setdefault(f"{at}ls{n}.gamma", state.pop(f"{at}gamma_{n}", ones))
+    if f"{at}attn.q_bias" in state:      # keys have none, which changes nothing
+        q = state.pop(f"{at}attn.q_bias")
+        v = state.pop(f"{at}attn.v_bias")
+        state[f"{at}attn.qkv.bias"] = torch.cat([q, torch.zeros_like(q), v])
+    if f"{at}mlp.phi" in state:      # the release's have a dimension for slots
+        state[f"{at}mlp.phi"] = state[f"{at}mlp.phi"].reshape(dim, experts)
+        state[f"{at}mlp.scale"] = state[f"{at}mlp.scale"].reshape(())
+    for n in (1, 2) if f"{at}mlp.experts.0.fc1.weight" in state else ():
+        layers = [f"{at}mlp.experts.{e}.fc{n}" for e in range(experts)]
+        weights = [state.pop(f"{layer}.weight").T for layer in layers]
+        state[f"{at}mlp.w{n}"] = torch.stack(weights)
+        state[f"{at}mlp.b{n}"] = torch.stack([state.pop(f"{layer}.bias") for layer in layers])
 
-    `grid` resizes its position embeddings to as many patches a side.
+
+def load_encoder(source: str | Path | dict, grid: int | None = None,
+                 drop_path: float = 0.0) -> ViT:
+    """The encoder of a checkpoint file, or of what `load_checkpoint` returned.
+
+    `grid` resizes its position embeddings to as many patches a side. Raises LoadError.
     """
     checkpoint = source if isinstance(source, dict) else load_checkpoint(source)
-    config, path = dict(checkpoint["encoder"]), checkpoint["path"]
+    path = checkpoint["path"]
+    config = dict(checkpoint["encoder"])
     state = {name.removeprefix("encoder."): x for name, x in checkpoint["model"].items()
              if name.startswith("encoder.")}
     if not state:
-        raise LoadError(f"{path} holds a probe without its encoder; give the checkpoint it was trained on")
+        raise LoadError(f"{path} holds a probe without its encoder; give the checkpoint it was "
+                        "trained on")
     if grid is not None and "pos_embed" in state:
         config["image_size"] = grid * config["patch_size"]
         state["pos_embed"] = resize_pos_embed(state["pos_embed"], grid)
@@ -128,13 +147,13 @@ def load_encoder(source: str | Path | dict, grid: int | None = None, drop_path: 
 
 
 def resize_pos_embed(pos_embed: Tensor, grid: int) -> Tensor:
-    """pos_embed [1, 1 + M * M, D] -> float32 [1, 1 + grid * grid, D], bicubic; [CLS] keeps its own."""
+    """[1, 1 + M * M, D] -> float32 [1, 1 + grid * grid, D], bicubic; [CLS] keeps its own."""
     old = math.isqrt(pos_embed.shape[1] - 1)
     if old == grid:
         return pos_embed
-    cls, patches = pos_embed.float().tensor_split([1], dim=1)      # a CPU interpolates no half precision
+    cls, patches = pos_embed.float().tensor_split([1], dim=1)      # not in half: CPUs cannot
     patches = patches.unflatten(1, (old, old)).permute(0, 3, 1, 2)
-    patches = F.interpolate(patches, (grid, grid), mode="bicubic", antialias=True, align_corners=False)
+    patches = F.interpolate(patches, (grid, grid), mode="bicubic", antialias=True)
     return torch.cat([cls, patches.flatten(2).transpose(1, 2)], dim=1)
 
 
@@ -142,10 +161,11 @@ def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:300] or type(error).__name__
 
 
-def digest(model: nn.Module) -> str:
-    """A short hash of a few values of each of a model's tensors, which tells other weights apart.
+def digest_weights(model: nn.Module) -> str:
+    """A short hash of a few values of each of a model's tensors: it tells other weights apart.
 
-    Not of position embeddings: they may have been resized, which does not give the same bits on every CPU.
+    Not of position embeddings: they may have been resized, which does not give the same bits on
+    every CPU.
     """
     sha = hashlib.sha256()
     for name, x in model.state_dict().items():

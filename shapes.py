@@ -1,4 +1,4 @@
-"""A set that is drawn on the fly, with class labels and object masks: nothing to download."""
+"""A set that is drawn on the fly, with labels and object masks: no download."""
 
 import colorsys
 
@@ -8,11 +8,13 @@ from torch import Tensor
 
 
 class Shapes:
-    """A textured blob on a blurred, noisy background; ten classes, five hues by two textures.
+    """A textured blob on a noisy background: ten classes, five hues by two textures.
 
-    Each image is a function of (split, index). Index it for (uint8 [3, size, size], label). `mask(index)` is
-    the object's bool [size, size], `annotation(index)` uint8: 1 for background, 2 to 11 for its class. With
-    `noise`, one half of the background, in any direction, is noise at full contrast that nothing predicts.
+    Each image is a function of (split, index). Index it for (uint8
+    [3, size, size], label). `mask(index)` is the object's bool [size, size],
+    `annotation(index)` uint8: 1 for background, 2 to 11 for its class. With
+    `noise`, one half of the background, in any direction, is noise at full
+    contrast that nothing predicts.
     """
     hues = {"red": 0.0, "yellow": 0.15, "green": 0.35, "blue": 0.6, "purple": 0.8}
     classes = [f"{texture} {hue}" for hue in hues for texture in ("striped", "spotted")]
@@ -22,43 +24,48 @@ class Shapes:
         self.stream, self.length = {"train": (0, 4096), "val": (1, 1024)}[split]
         axis = np.linspace(-1, 1, size, dtype=np.float32)
         self.y, self.x = axis[:, None], axis[None, :]
-        self.blend = np.maximum(0, 1 - np.abs(self.y - np.array([-1, 0, 1], np.float32)))      # [size, 3]
+        distance = np.abs(self.y - np.array([-1, 0, 1], np.float32))
+        self.blend = np.maximum(0, 1 - distance)      # [size, 3]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return torch.from_numpy(self.draw(index)[0]), index % len(self.classes)
 
     def names(self) -> list[str]:
-        return [f"stream {self.stream}, noise {self.noise}"]      # by which a run tells sets apart
+        return [f"stream {self.stream}, noise {self.noise}"]      # which tell sets apart
 
     def mask(self, index: int) -> Tensor:
         return torch.from_numpy(self.draw(index)[1])
 
     def annotation(self, index: int) -> Tensor:
-        return torch.where(self.mask(index), 2 + index % len(self.classes), 1).to(torch.uint8)
+        label = 2 + index % len(self.classes)
+        return torch.where(self.mask(index), label, 1).to(torch.uint8)
 
     def draw(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """-> (uint8 [3, size, size], the object's bool [size, size])"""
-        rng, x, y = np.random.default_rng((self.stream, index)), self.x, self.y
+        rng = np.random.default_rng((self.stream, index))
         hue, texture = divmod(index % len(self.classes), 2)
 
-        # background: 3 x 3 random dull colors that blend into each other, and noise
+        # background: 3 x 3 random dull colors that blend, and noise
         dull = rng.uniform(0.25, 0.75, (1, 3, 3)) + rng.uniform(-0.2, 0.2, (3, 3, 3))
         image = self.blend @ dull.astype(np.float32) @ self.blend.T
         image += 0.1 * rng.standard_normal(image.shape, dtype=np.float32)
 
         # object: a blob whose radius waves with the angle
-        dy, dx = y - rng.uniform(-0.5, 0.5), x - rng.uniform(-0.5, 0.5)
-        angle, phase, wave = np.arctan2(dy, dx), rng.uniform(0, 2 * np.pi, 2), rng.uniform(0, 0.2, 2)
-        radius = 1 + wave[0] * np.cos(2 * angle + phase[0]) + wave[1] * np.cos(3 * angle + phase[1])
+        dy, dx = self.y - rng.uniform(-0.5, 0.5), self.x - rng.uniform(-0.5, 0.5)
+        angle = np.arctan2(dy, dx)
+        phase, wave = rng.uniform(0, 2 * np.pi, 2), rng.uniform(0, 0.2, 2)
+        radius = (1 + wave[0] * np.cos(2 * angle + phase[0])
+                  + wave[1] * np.cos(3 * angle + phase[1]))
         mask = np.hypot(dy, dx) < rng.uniform(0.3, 0.55) * radius
 
-        # its texture, in any direction: light and dark stripes of its color, or white spots on it
-        turn, pitch = rng.uniform(0, np.pi), rng.uniform(12, 18)
-        u = pitch * (np.cos(turn) * x + np.sin(turn) * y)
-        v = pitch * (np.cos(turn) * y - np.sin(turn) * x)
+        # its texture, in any direction: stripes of its color, or white spots
+        turn = rng.uniform(0, np.pi)
+        pitch = rng.uniform(12, 18)
+        u = pitch * (np.cos(turn) * self.x + np.sin(turn) * self.y)
+        v = pitch * (np.cos(turn) * self.y - np.sin(turn) * self.x)
         tint = list(self.hues.values())[hue] + rng.uniform(-0.03, 0.03)
         pure = np.array(colorsys.hsv_to_rgb(tint % 1, 1, 1))
         color = (1 - rng.uniform(0.5, 0.9) * (1 - pure))[:, None, None]
@@ -67,6 +74,7 @@ class Shapes:
         pattern = np.cos(u) > 0 if texture == 0 else np.cos(u) + np.cos(v) > 0.7
         if self.noise:
             side = rng.uniform(0, 2 * np.pi)
-            image = np.where(np.cos(side) * x + np.sin(side) * y > 0, rng.random(image.shape), image)
+            half = np.cos(side) * self.x + np.sin(side) * self.y > 0
+            image = np.where(half, rng.random(image.shape), image)
         image = np.where(mask, np.where(pattern, light, dark), image)
         return (image.clip(0, 1) * 255).astype(np.uint8), mask
