@@ -1,7 +1,8 @@
-"""Global weights of the objectives: fixed ones, and the paper's baselines GradNorm and RLW.
+"""Weights of whole terms of Eq. 8: of the objectives, w, and of the entropies, lambda.
 
-Needs only torch. A step calls `forward`, losses [K] -> weights [K], for each of its
-micro-batches, and `update` once at its end.
+Needs only torch. w is fixed, or one of the paper's baselines GradNorm and RLW: a step calls
+`forward`, losses [K] -> weights [K], for each of its micro-batches. All that learn from a step
+do so in `update`, once at its end.
 """
 
 import torch
@@ -62,11 +63,7 @@ class GradNorm(FixedWeights):
         return self.weights
 
     def update(self):
-        means = torch.stack(self.collected).mean(0)                # over the whole batch
-        self.collected = []
-        if dist.is_initialized():
-            dist.all_reduce(means)
-            means /= dist.get_world_size()
+        means = batch_mean(self.collected)
         losses, norms = means[:, 0], means[:, 1:].norm(dim=1)
         unknown = (self.first == 0) & losses.isfinite()
         self.first.copy_(torch.where(unknown, losses, self.first))
@@ -77,3 +74,45 @@ class GradNorm(FixedWeights):
         stepped = (self.weights - step).clamp_min(1e-3)
         stepped = stepped * len(stepped) / stepped.sum()
         self.weights.copy_(torch.where(stepped.isfinite().all(), stepped, self.weights))
+
+
+class EntropyWeights(nn.Module):
+    """lambda [E] of Eq. 7: fixed or, beyond the paper, aimed at a `variation` of weights.
+
+    A router settles where `losses.router_balance` is lambda, and the variation of expert 0's
+    weights over an image's patches falls as 1 / lambda. So measured variation times balance
+    over the wanted variation is the lambda of all experts; both are means of about ten steps.
+    """
+
+    def __init__(self, weights: list[float], variation: float | None = None):
+        super().__init__()
+        self.register_buffer("weights", torch.tensor(weights))
+        self.register_buffer("means", torch.zeros(2))      # of variation and balance
+        self.register_buffer("steps", torch.zeros(()))
+        self.variation = variation
+        self.collected = []      # of each micro-batch: variation, balance
+
+    def collect(self, metrics: dict[str, Tensor]):
+        if self.variation:
+            pair = metrics["dispatch_cv"][0], metrics["balance"]
+            self.collected.append(torch.stack(pair))
+
+    def update(self):
+        if self.variation:
+            new = batch_mean(self.collected)
+            finite = new.isfinite().all()
+            self.steps += finite
+            means = self.means.lerp(new, (1 / self.steps).clamp_min(0.1))
+            self.means.copy_(torch.where(finite, means, self.means))
+            weight = self.means.prod() / self.variation
+            self.weights.fill_(weight.clamp_min(1e-4))      # a balance may start below 0
+
+
+def batch_mean(collected: list[Tensor]) -> Tensor:
+    """Over micro-batches, which it forgets, and processes."""
+    mean = torch.stack(collected).mean(0)
+    collected.clear()
+    if dist.is_initialized():
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+    return mean

@@ -87,6 +87,22 @@ def variation(dispatch: Tensor) -> Tensor:
     return (dispatch.std(1, unbiased=False) / dispatch.mean(1)).mean(0)
 
 
+def router_balance(dispatch: Tensor, loss: Tensor, patches: Tensor) -> Tensor:
+    """The lambda at which a router keeps its weights as far apart as they are.
+
+    dispatch [B, N, E] of the student's patches, loss [B, N] of expert 0,
+    and which patches it is on, [B, N] -> scalar.
+
+    Let w be an image's weights over their mean. Near uniform, weights k
+    times as far apart change Eq. 8 by
+    k cov(w of expert 0, loss) + lambda k^2 / 2 (sum over experts of var(w)),
+    smallest at k = 1 if lambda is -cov / (sum of var).
+    """
+    gain = routed_mean(loss, patches) - routed_mean(loss, dispatch[..., 0] * patches)
+    spread = (dispatch.var(1, unbiased=False) / dispatch.mean(1).square()).sum(-1)
+    return gain / spread.mean()      # the gain of weighting is -cov
+
+
 def importance_loss(combine: Tensor) -> Tensor:
     """Squared coefficient of variation of the experts' total combine weights.
 
@@ -168,6 +184,9 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         metrics["entropy_loss"] = regularizer
         metrics["entropy"] = dispatch_entropy(dispatch.flatten(0, 1))
         metrics["dispatch_cv"] = variation(dispatch.mean(0)[:, 1:])
+        if "token" in parts:
+            loss, patches, _ = parts["token"]
+            metrics["balance"] = router_balance(dispatch.mean(0)[:, 1:], loss, patches)
         metrics["cls_share"] = dispatch[:, :, 0].mean((0, 1))
         if importance_weight:
             importance = torch.stack([importance_loss(block) for block in combine])

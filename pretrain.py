@@ -12,7 +12,7 @@ import torch
 
 import common
 import data
-from balance import FixedWeights, GradNorm, RandomLossWeighting
+from balance import EntropyWeights, FixedWeights, GradNorm, RandomLossWeighting
 from checkpoint import digest_weights
 from losses import explore_losses
 from model import PRESETS, Explore, Router, build_vit
@@ -87,6 +87,10 @@ def parse_args(argv: list[str] | None = None):
             default=[5.0], type=float, nargs="+",
             help="lambda of the entropy of experts 0, 1, ...; the last value counts for the "
                  "rest"),
+        "--variation": dict(
+            type=float,
+            help="beyond the paper: set lambda after each step so that expert 0's weights vary "
+                 "by V over an image's patches, in units of their mean", metavar="V"),
         "--entropy-on": dict(
             choices=("dispatch", "combine"), default="dispatch",
             help="weights whose entropy is regularized"),
@@ -122,7 +126,9 @@ def check(parser, args):
             (args.experts, "--experts above 0", "moe_blocks loss_block"),
             (not args.loss_router, "a run without --loss-router", "loss_block"),
             (routed, "--experts above 0 or --loss-router",
-             "loss_weights detach entropy_weight entropy_on importance_weight"),
+             "loss_weights detach entropy_weight variation entropy_on importance_weight"),
+            (not args.variation, "a run without --variation", "entropy_weight entropy_on detach"),
+            (args.loss_weights == "dispatch", "--loss-weights dispatch", "variation"),
             (args.loss_weights != "uniform", "--loss-weights dispatch or combine",
              "detach loss_router"),
             ("_" in args.objective, "an --objective of several terms", "balance"),
@@ -207,13 +213,14 @@ def main(args):
     experts = 2 if args.loss_router else args.experts
     lambdas = args.entropy_weight                                           # the last one counts
     lambdas = lambdas + lambdas[-1:] * (experts - len(lambdas))             # for the rest
+    entropy = EntropyWeights(lambdas, args.variation).to(machine.device)
     coupling = dict(objectives=objectives, loss_block=args.loss_block,      # Eq. 5 to 7
                     loss_weights=args.loss_weights, detach=args.detach,
-                    entropy_weights=torch.tensor(lambdas, device=machine.device),
-                    entropy_on=args.entropy_on, importance_weight=args.importance_weight)
+                    entropy_weights=entropy.weights, entropy_on=args.entropy_on,
+                    importance_weight=args.importance_weight)
 
     run = Run(args, machine, plan, student.encoder.config, sources, shown=objectives,
-              model=student, optimizer=optimizer, balance=balance)
+              model=student, optimizer=optimizer, balance=balance, entropy=entropy)
     millions = sum(p.numel() for p in student.encoder.parameters()) / 1e6
     run.announce(f"{args.model}, {millions:.1f} M parameters, {args.experts} experts, "
                  f"{args.objective}", f"{len(images)} images")
@@ -241,13 +248,16 @@ def main(args):
                                                               **coupling)
                 loss = (balance(step, losses) * losses).sum() + regularizer      # Eq. 8
                 machine.scaler.scale(loss / plan.micro_steps).backward()
+            entropy.collect(metrics)
             run.log.add(metrics | {"loss": loss.detach(),
                                    "objective_weights": balance.weights.clone()})
 
         run.log.add(common.optimizer_step(optimizer, machine.scaler, args.clip_grad))
         balance.update()
         if routers:
-            run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
+            scale = torch.stack([router.scale.detach() for router in routers])
+            run.log.add({"scale": scale, "lambda": entropy.weights.clone()})
+        entropy.update()
         warn_of_collapse(run.end_step(step))                    # log line, checkpoint, signal
     labeled = not isinstance(images, data.Photos)
     script, which = ("knn.py", "epoch_*.pt") if labeled else ("routing.py", "last.pt")

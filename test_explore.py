@@ -567,6 +567,46 @@ def test_variation_is_deviation_over_mean():
     assert losses.variation(dispatch).tolist() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("dense", (False, True))
+def test_the_balance_is_minus_covariance_over_the_sum_of_variances(dense):
+    """For any weighting of the loss; where only masked patches have one, so has the covariance."""
+    case = make_case(dense, experts=3)
+    gains = []
+    spreads = []
+    for b in range(4):
+        weight = case.pred.routing[3].dispatch[b, 1:].detach()
+        spreads.append((weight / weight.mean(0)).var(0, correction=0).sum())
+        kept = torch.arange(16) if dense else case.pred.ids_keep[b]
+        counts = case.mask[b] if dense else torch.ones(9).bool()
+        loss = losses.token_loss(case.pred.tokens[b, 1:], case.targets[b, 1 + kept])[counts]
+        first = weight[counts, 0]
+        pair = np.stack([first / first.mean(), loss])
+        gains.append(-np.cov(pair, bias=True)[0, 1])
+    expected = np.mean(gains) / np.mean(spreads)
+    for keywords in ({}, dict(detach=True), dict(loss_weights="uniform")):
+        _, metrics = couple(case, ("token",), entropy=(1.0, 1.0, 1.0), **keywords)
+        assert metrics["balance"].item() == pytest.approx(expected, rel=1e-3)
+        assert not metrics["balance"].requires_grad
+
+
+def test_a_router_at_balance_has_no_reason_to_change_its_scale():
+    """Near uniform weights, where the expansion of Eq. 8 holds."""
+    case = make_case()
+    _, metrics = couple(case, ("token",))
+    router = case.routers[3]
+    router.scale.data.fill_(0.02)
+    x = randn(4, 10, 8)
+    for _ in range(3):      # a lambda at which the gradient of the scale vanishes
+        case.pred.routing[3] = router.route(x)
+        balance_now = couple(case, ("token",))[1]["balance"].item()
+        total, _ = couple(case, ("token",), entropy=(balance_now, balance_now))
+        at_balance, = torch.autograd.grad(total, router.scale)
+        case.pred.routing[3] = router.route(x)
+        total, _ = couple(case, ("token",))
+        without, = torch.autograd.grad(total, router.scale)
+        assert abs(at_balance) < 0.1 * abs(without)
+
+
 def test_importance_is_on_combine_weights_for_dispatch_weights_have_equal_totals():
     dispatch = randn(3, 7, 4).softmax(1)
     assert losses.importance_loss(dispatch).item() == pytest.approx(0, abs=1e-20)
@@ -757,6 +797,42 @@ def test_gradnorm_survives_numbers_that_are_not_finite():
 
 def test_gradnorms_weights_stay_positive():
     assert min(gradnorm_weights(ONES, ([0.9, 0.1], [1e3, 1e3]))) > 0
+
+
+def aimed(*pairs, variation=0.1):
+    """-> the lambda of each expert after steps with these variations and balances"""
+    entropy = balance.EntropyWeights([5.0, 5.0], variation)
+    for cv, value in pairs:
+        entropy.collect({"dispatch_cv": torch.tensor([cv, 9.0]), "balance": torch.tensor(value)})
+        entropy.update()
+    return entropy.weights.tolist()
+
+
+def test_an_aimed_lambda_is_variation_times_balance_over_the_wanted_variation():
+    assert aimed((0.3, 0.05)) == pytest.approx([0.15, 0.15])
+    assert aimed((0.3, 0.05), (0.3, 0.05), variation=0.5) == pytest.approx([0.03, 0.03])
+
+
+def test_an_aimed_lambda_follows_means_of_ten_steps():
+    mean = [0.0, 0.0]
+    pairs = np.random.default_rng(0).random((25, 2)).tolist()
+    for step, pair in enumerate(pairs, start=1):
+        share = max(0.1, 1 / step)      # the plain mean of the first ten
+        mean = [(1 - share) * m + share * x for m, x in zip(mean, pair)]
+        if step in (1, 2, 10, 25):
+            expected = mean[0] * mean[1] / 0.1
+            assert aimed(*pairs[:step]) == pytest.approx([expected] * 2, rel=1e-4)
+    assert aimed(*pairs[:10])[0] == pytest.approx(np.mean(pairs[:10], 0).prod() / 0.1, rel=1e-4)
+
+
+def test_an_aimed_lambda_is_small_where_balance_is_negative_and_skips_what_is_not_finite():
+    assert 0 < aimed((0.3, -0.05))[0] < 1e-3
+    assert aimed((0.3, 0.05), (math.nan, 0.1), (0.1, math.inf), (0.2, 0.05)) == (
+        aimed((0.3, 0.05), (0.2, 0.05)))
+
+
+def test_fixed_lambdas_stay():
+    assert aimed((0.3, 0.05), variation=None) == [5.0, 5.0]
 
 
 # ------------------------------------------------------ checkpoint: other people's weights
@@ -1716,6 +1792,7 @@ def plain_pretraining(args, world=1):
     fixed = dict(token=1.0, cls=args.cls_weight, pixel=args.pixel_weight)
     weights = torch.tensor([fixed[name] for name in objectives])
     lambdas = []
+    plain.lambdas = []
     for e in range(2 if args.loss_router else args.experts):
         given = args.entropy_weight
         lambdas.append(given[e] if e < len(given) else given[-1])
@@ -1724,6 +1801,8 @@ def plain_pretraining(args, world=1):
         blocks = [len(encoder.blocks)]
     shared = list(encoder.norm.parameters())
     seen = []
+    spread = []
+    pairs = []      # of each step: variation, balance
     if args.balance == "gradnorm":
         weights = torch.ones(len(objectives))
         plain.first = None
@@ -1739,6 +1818,11 @@ def plain_pretraining(args, world=1):
             slope = torch.sign(weights * norms - goal) * norms
             weights = (weights - args.gradnorm_lr * slope).clamp_min(1e-3)
             weights = weights / weights.sum() * len(objectives)
+        if step > last and args.variation:
+            pairs.append(np.mean(spread, 0))
+            spread = []
+            cv, gain = np.mean(pairs, 0)      # of fewer than ten steps
+            lambdas = [max(1e-4, cv * gain / args.variation)] * len(lambdas)
         if args.balance == "rlw":
             generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
             weights = torch.randn(len(objectives), generator=generator).softmax(0)
@@ -1753,6 +1837,11 @@ def plain_pretraining(args, world=1):
         if args.balance == "gradnorm":
             grads = [torch.autograd.grad(x, shared, retain_graph=True) for x in values]
             seen.append((values.detach(), torch.stack([torch.cat(g) for g in grads])))
+        if args.variation:
+            _, _, metrics = losses.explore_losses(pred, targets, pixels, batch["mask"],
+                                                  entropy_weights=torch.tensor(lambdas))
+            spread.append([metrics["dispatch_cv"][0].item(), metrics["balance"].item()])
+        plain.lambdas.append(lambdas)
         plain.weights.append(weights.tolist())
         plain.losses.append(values.tolist())
         (share * ((weights * values).sum() + regularizer)).backward()
@@ -1774,6 +1863,7 @@ ODD = ("--max-steps 3 --epochs 3 --warmup-epochs 0.5 --lr 0.01 --min-lr 0.002 --
     "--gradnorm-lr 0.3",
     "--experts 0 --objective token --drop-path 0.1 --clip-grad 0",
     "--loss-router --entropy-weight 0.1",
+    "--variation 0.0005 --seed 10",      # with balances above 0
     "--loss-router --experts 0 --encoding dense --objective token_pixel --entropy-weight 0.2 0.1",
     "--loss-weights uniform --balance gradnorm --gradnorm-alpha 0 --gradnorm-lr 0.1 "
     "--image-size 48"))
@@ -1786,13 +1876,16 @@ def test_pretraining_equals_a_plain_loop(stage, monkeypatch, flags):
     plain = plain_pretraining(pretrain.parse_args(argv))
     plain.equals(state, log)
     assert log[-1]["objective_weights"] == pytest.approx(np.mean(plain.weights, 0), rel=1e-3)
+    if " ".join(state["model"]).count(".scale"):
+        assert log[-1]["lambda"] == pytest.approx(np.mean(plain.lambdas, 0), rel=1e-3)
     assert len(log[-1].get("scale", [])) == " ".join(state["model"]).count(".scale")
 
 
 @needs_loopback
 def test_two_processes_equal_a_plain_loop_over_the_images_of_both(stage, tmp_path):
-    """Each with a drop path of its own, and one GradNorm for both."""
-    argv = stage("pretrain", ODD + "--micro-batch 2 --balance gradnorm --gradnorm-lr 0.3")
+    """Each with a drop path of its own, one GradNorm and one aimed lambda for both."""
+    argv = stage("pretrain", ODD + "--micro-batch 2 --balance gradnorm --gradnorm-lr 0.3 "
+                                   "--variation 0.0005 --seed 10")
     torchrun(2, "pretrain.py", *argv)
     plain = plain_pretraining(pretrain.parse_args(argv), world=2)
     state, log = read_run(tmp_path / "run")
@@ -1800,6 +1893,7 @@ def test_two_processes_equal_a_plain_loop_over_the_images_of_both(stage, tmp_pat
     assert torch.allclose(state["balance"]["first"], plain.first)
     expected = np.mean(plain.losses, 0)
     assert [log[-1]["token"], log[-1]["cls"]] == pytest.approx(expected, rel=1e-5)
+    assert log[-1]["lambda"] == pytest.approx(np.mean(plain.lambdas, 0), rel=1e-3)
 
 
 def layerwise(depth, decay):
@@ -1983,7 +2077,7 @@ def test_evaluations_sum_over_all_processes():
 @pytest.mark.parametrize("name, flags, number", (
     ("pretrain", "--balance gradnorm --gradnorm-lr 0.2 --drop-path 0.2 --micro-batch 4",
      signal.SIGUSR1),
-    ("pretrain", "--balance rlw", signal.SIGHUP), ("finetune", "", signal.SIGTERM),
+    ("pretrain", "--balance rlw --variation 0.2", signal.SIGHUP), ("finetune", "", signal.SIGTERM),
     ("ep", "", signal.SIGINT), ("segment", "", signal.SIGTERM)), ids=str)
 def test_a_run_stopped_by_a_signal_is_the_run_that_was_never_stopped(
         stage, monkeypatch, name, flags, number, capsys, tmp_path):
@@ -2478,6 +2572,11 @@ def test_compiled_training_follows_the_plain_curve(stage, monkeypatch, flags):
     ("--experts 0 --entropy-on combine", "--entropy-on needs --experts above 0"),
     ("--experts 0 --importance-weight 1", "--importance-weight needs --experts above 0"),
     ("--experts 0 --moe-blocks 1 --loss-router", "--moe-blocks needs --experts above 0"),
+    ("--experts 0 --variation 0.1", "--variation needs --experts above 0"),
+    ("--variation 0.1 --entropy-weight 1", "--entropy-weight needs a run without --variation"),
+    ("--variation 0.1 --entropy-on combine", "--entropy-on needs a run without --variation"),
+    ("--variation 0.1 --detach", "--detach needs a run without --variation"),
+    ("--variation 0.1 --loss-weights uniform", "--variation needs --loss-weights dispatch"),
     ("--balance gradnorm --cls-weight 1", "--cls-weight needs --balance static"),
     ("--objective token --cls-weight 1", "--cls-weight needs --balance static, and cls in"),
     ("--pixel-weight 2", "--pixel-weight needs --balance static, and pixel in --objective"),

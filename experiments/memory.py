@@ -1,13 +1,14 @@
-"""What a step of pretraining keeps for its backward pass, counted without a GPU and without that memory.
+"""What a step of pretraining keeps for its backward pass, counted without a GPU.
 
-    python experiments/memory.py                                      # ViT-B/16 with 0, 2 and 64 experts
-    python experiments/memory.py --model vit_large --encoding dense   # any flags of pretrain.py
+    python experiments/memory.py                              # ViT-B/16: 0, 2, 64 experts
+    python experiments/memory.py --model vit_large --encoding dense    # flags of pretrain.py
 
-A hook sees each tensor that autograd saves. A storage counts once, a parameter not at all. The tensors are
-PyTorch's fake ones, with a shape and a storage but no values. Precision is fp16: there, CPUs take the same
-`scaled_dot_product_attention` as GPUs, which saves queries, keys, values, outputs and one number for each row
-instead of the T x T weights. Not counted: what an operation needs while it runs, and the teacher. Without
-torch.compile, which saves less.
+A hook sees each tensor that autograd saves. A storage counts once, a parameter not at all.
+The tensors are PyTorch's fake ones, with a shape and a storage but no values. Precision is
+fp16: there, CPUs take the same `scaled_dot_product_attention` as GPUs, which saves queries,
+keys, values, outputs and one number for each row instead of the T x T weights. Not counted:
+what an operation needs while it runs, and the teacher. Without torch.compile, which saves
+less.
 """
 
 import sys
@@ -20,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pretrain
 from losses import explore_losses
-from model import Explore, build_vit
 
 
 def saved_bytes(forward, parameters) -> int:
@@ -28,9 +28,11 @@ def saved_bytes(forward, parameters) -> int:
     saved = {}
 
     def pack(x):
-        saved[x.untyped_storage()._cdata] = x.untyped_storage()      # held, so that its address stays its own
+        storage = x.untyped_storage()      # held, so that its address stays its own
+        saved[storage._cdata] = storage
         return x
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), torch.autocast("cpu", torch.float16):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with hooks, torch.autocast("cpu", torch.float16):
         output = forward()
     own = {parameter.untyped_storage()._cdata for parameter in parameters}
     del output      # not before: what it holds is counted
@@ -38,14 +40,12 @@ def saved_bytes(forward, parameters) -> int:
 
 
 def count(args) -> tuple[int, int, int]:
-    """-> the student's parameters; bytes kept for each image; bytes kept once, for any number of images"""
-    grid, objectives, kept = args.image_size // args.patch_size, args.objective.split("_"), []
+    """-> the student's parameters; bytes kept for each image; bytes kept once"""
+    grid = args.image_size // args.patch_size
+    objectives = args.objective.split("_")
+    kept = []
     with torch.device("meta"):
-        encoder = build_vit(args.model, image_size=args.image_size, patch_size=args.patch_size,
-                            experts=args.experts, moe_blocks=args.moe_blocks, drop_path=args.drop_path)
-        student = Explore(encoder, 768, args.mask_ratio, args.encoding == "dense", "pixel" in objectives,
-                          args.loss_router)
-    encoder.recompute = args.recompute
+        student = pretrain.build_student(args, teacher_dim=768)
     with FakeTensorMode(allow_non_fake_inputs=True):
         student.to_empty(device="cpu")
         parameters = list(student.parameters())
@@ -61,25 +61,26 @@ def count(args) -> tuple[int, int, int]:
                                                             objectives=objectives)
                 return losses.sum() + regularizer
             kept.append(saved_bytes(step, parameters))
-            if args.recompute:      # and what the backward pass computes again, one block at a time
-                ids = None if student.dense else torch.zeros(images, student.visible, dtype=torch.long)
-                tokens = encoder.embed(pixels, ids)
+            if args.recompute:      # and what the backward pass computes again, block by block
+                ids = torch.zeros(images, student.visible, dtype=torch.long)
+                tokens = student.encoder.embed(pixels, None if student.dense else ids)
                 kept[-1] += max(saved_bytes(lambda block=block, x=tokens: block(x), parameters)
-                                for block in encoder.blocks)
+                                for block in student.encoder.blocks)
     each = (kept[1] - kept[0]) // 8
     return sum(parameter.numel() for parameter in parameters), each, kept[0] - 8 * each
 
 
 def main(argv: list[str]):
-    print("| experts | parameters, head included | weights, gradients, AdamW (16 bytes each) | fp16 weights "
-          "| each image | each image, `--recompute` |")
+    print("| experts | parameters, head included | weights, gradients, AdamW (16 bytes each) "
+          "| fp16 weights | each image | each image, `--recompute` |")
     print("|---|---|---|---|---|---|")
     for experts in ("0", "2", "64"):
         flags = [*argv, "--experts", experts]
         parameters, each, once = count(pretrain.parse_args(flags))
         _, recomputed, _ = count(pretrain.parse_args([*flags, "--recompute"]))
+        mib = 2 ** 20
         print(f"| {experts} | {parameters / 1e6:.0f} M | {16 * parameters / 2 ** 30:.1f} GiB "
-              f"| {once / 2 ** 30:.1f} GiB | {each / 2 ** 20:.1f} MiB | {recomputed / 2 ** 20:.1f} MiB |")
+              f"| {once / 2 ** 30:.1f} GiB | {each / mib:.1f} MiB | {recomputed / mib:.1f} MiB |")
 
 
 if __name__ == "__main__":

@@ -66,16 +66,20 @@ for row in ${*:-$rows}; do
     detached)       experiment --entropy-weight $lambda --detach ;;
     coupled)        experiment --entropy-weight $lambda ;;
     coupled-*)      experiment --entropy-weight ${row#*-} ;;
+    aimed-*)        experiment --variation ${row#*-} ;;
     combine)        experiment --entropy-weight 0 --loss-weights combine ;;
     router)         experiment --entropy-weight 0.05 --loss-router --experts 0 ;;
     router-2)       experiment --entropy-weight 0.05 --loss-router ;;
     experts16)      experiment --entropy-weight $lambda --experts 16 ;;
+    experts16-coupled-*) experiment --entropy-weight ${row##*-} --experts 16 ;;
+    experts16-aimed-*)   experiment --variation ${row##*-} --experts 16 ;;
     expert0)        experiment --entropy-weight $lambda 0 ;;
     token-uniform)  experiment --entropy-weight $lambda --objective token --loss-weights uniform ;;
     token-detached) experiment --entropy-weight $lambda --objective token --detach ;;
     token-coupled)  experiment --entropy-weight $lambda --objective token ;;
     long-uniform)   (epochs=16 probe_epochs=2; experiment --entropy-weight 0.05 --loss-weights uniform) ;;
     long-coupled)   (epochs=16 probe_epochs=2; experiment --entropy-weight 0.05) ;;
+    long-aimed-*)   (epochs=16 probe_epochs=2; experiment --variation ${row##*-}) ;;
     *)              echo "unknown row $row" >&2 && exit 2 ;;
     esac
 done

@@ -1,10 +1,11 @@
 """The tables of experiments/README.md, from the runs of experiments/run.sh.
 
-    python experiments/table.py noise shapes cifar        # from the repository's folder, or --runs FOLDER
-    python experiments/table.py noise --to none           # differences to another row; measures nothing
+    python experiments/table.py noise shapes cifar      # in the repository, or --runs FOLDER
+    python experiments/table.py noise --to none         # differences to another row
 
-Measures each finished run of runs/SET/ROW-SEED and writes its values to experiments/SET.json, where those of
-earlier calls stay, so that a new row can be paired with them. Prints the tables and updates the README's.
+Measures each finished run of runs/SET/ROW-SEED and writes its values to experiments/SET.json,
+where those of earlier calls stay, so that a new row can be paired with them. Prints the tables
+and updates the README's. With --to, it measures nothing.
 """
 
 import argparse
@@ -20,58 +21,67 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-import common  # noqa: E402
-import data  # noqa: E402
-import routing  # noqa: E402
-from checkpoint import load_checkpoint, load_encoder  # noqa: E402
-from losses import token_loss  # noqa: E402
-from model import Explore  # noqa: E402
-from run import plain  # noqa: E402
-from teacher import build_teacher  # noqa: E402
+import common
+import data
+import pretrain
+import routing
+from checkpoint import load_checkpoint
+from losses import token_loss
+from run import plain
+from teacher import build_teacher
 
 # key in SET.json, title, digits, whether the table has the difference to `uniform`
 COLUMNS = [("knn", "k-NN", 1, True), ("linear", "linear", 1, True), ("ep", "EP", 1, True),
            ("token_loss", "token loss", 4, True), ("miou", "CamVid mIoU", 1, True),
-           ("ratio", "ratio", 3, False), ("r", "r", 2, False), ("variation", "variation", 3, False),
-           ("cls", "[CLS]", 3, False), ("silhouette", "silhouette", 3, False),
-           ("foreground", "foreground", 2, False)]
-ORDER = "none", "uniform", "detached", "coupled", "combine", "router", "expert", "token", "long"  # of rows
+           ("ratio", "ratio", 3, False), ("r", "r", 2, False),
+           ("variation", "variation", 3, False), ("cls", "[CLS]", 3, False),
+           ("silhouette", "silhouette", 3, False), ("foreground", "foreground", 2, False)]
+ORDER = ("none", "uniform", "detached", "coupled", "aimed", "combine", "router", "expert",
+         "token", "long")      # of rows
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
-    add("sets", nargs="+", choices=("noise", "shapes", "cifar"), metavar="SET", help="noise, shapes, cifar")
+    add("sets", nargs="+", choices=("noise", "shapes", "cifar"), metavar="SET",
+        help="noise, shapes, cifar")
     add("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="default: runs")
     add("--to", metavar="ROW", help="print the differences to this row")
-    add("--out", type=Path, default=HERE, metavar="FOLDER", help="of SET.json and README.md (default: here)")
+    add("--out", type=Path, default=HERE, metavar="FOLDER",
+        help="of SET.json and README.md (default: here)")
     return parser.parse_args(argv)
 
 
-# ----------------------------------------------------------------------------------------- from runs to JSON
+# ------------------------------------------------------------------- from runs to JSON
 
 @torch.no_grad()
 def held_out(path: Path, images: int = 1000) -> tuple[Tensor, Tensor | None]:
-    """A student on validation images, cropped and masked as in training -> token losses [M, V] and weights
-    [M, V, E] of the router that weights them, in units of the uniform weight; None if there is no router.
+    """On cropped and masked validation images, the same for each run of a set.
+
+    -> the token loss of visible patches [M, V]; their dispatch weights [M, V, E] of the router
+    that weights them, in units of the uniform weight; None if there is no router.
     """
     file = load_checkpoint(path)
-    args, encoder = file["args"], load_encoder(file)
-    teacher, size = build_teacher(args["teacher"], encoder.grid), encoder.config["image_size"]
-    student = Explore(encoder, teacher.dim, args["mask_ratio"], loss_router=args["loss_router"]).eval()
+    args = argparse.Namespace(**file["args"])
+    teacher = build_teacher(args.teacher, args.image_size // args.patch_size)
+    student = pretrain.build_student(args, teacher.dim).eval()
     student.load_state_dict(file["model"])
     machine = common.Machine(routing.parse_args([str(path), "--amp", "off", "--workers", "0"]))
     teacher.to(machine.device)
     student.to(machine.device)
-    val = data.open_images(args["data"], "val", size)
-    views = data.TrainViews(val, size, 0, encoder.grid, args["mask_ratio"])
-    parts = np.array_split(np.random.default_rng(0).permutation(len(val))[:images], 10)
-    losses, weights = [], []
-    for batch in data.load(views, [[(0, int(i)) for i in part] for part in parts], machine):
+    val = data.open_images(args.data, "val", args.image_size)
+    views = data.TrainViews(val, args.image_size, 0, student.encoder.grid, args.mask_ratio)
+    order = np.random.default_rng(0).permutation(len(val))[:images]
+    batches = [[(0, int(i)) for i in part] for part in np.array_split(order, 10)]
+    losses = []
+    weights = []
+    for batch in data.load(views, batches, machine):
         pixels = data.augment(batch)
         pred = student(data.normalize(pixels), batch["mask"])
         ids = pred.ids_keep[..., None].expand(-1, -1, teacher.dim)
-        losses.append(token_loss(pred.tokens[:, 1:], teacher(pixels)[:, 1:].gather(1, ids)).cpu())
+        target = teacher(pixels)[:, 1:].gather(1, ids)
+        losses.append(token_loss(pred.tokens[:, 1:], target).cpu())
         if pred.routing:
             weights.append(pred.routing[max(pred.routing)].dispatch[:, 1:].cpu())
     if not weights:
@@ -85,38 +95,45 @@ def measure(run: Path) -> dict:
     def rows(file: str) -> list[dict]:
         return list(map(json.loads, (run / file).read_text().splitlines()))
 
-    def log(stage: str, name: str) -> list[float]:
+    def log(stage: str, name: str) -> list:
         return [line[name] for line in rows(f"{stage}/log.jsonl") if name in line]
 
-    args, (name, seed) = json.loads((run / "args.json").read_text()), run.name.rsplit("-", 1)
-    knn = {Path(row["checkpoint"]).name: row["top1"] for row in rows("knn.jsonl")}      # the latest counts
+    args = json.loads((run / "args.json").read_text())
+    name, seed = run.name.rsplit("-", 1)
+    # the latest row of a checkpoint counts
+    knn = {Path(row["checkpoint"]).name: row["top1"] for row in rows("knn.jsonl")}
     loss, weight = held_out(run / "last.pt")
-    row = {"row": name, "seed": int(seed), "knn": knn["last.pt"], "linear": max(log("linear", "top1")),
-           "ep": max(log("ep", "top1")), "token_loss": loss.mean().item(),
-           "std": loss.std(1, False).mean().item()}
+    row = {"row": name, "seed": int(seed), "knn": knn["last.pt"],
+           "linear": max(log("linear", "top1")), "ep": max(log("ep", "top1")),
+           "token_loss": loss.mean().item(), "std": loss.std(1, False).mean().item()}
     if (run / "camvid" / "best.pt").exists():
         row["miou"] = max(log("camvid", "miou"))
     if weight is not None:
         seen, = json.loads((run / "routing.json").read_text())
-        block, first = seen["blocks"][-1], weight[..., 0]      # of the router that weights the loss; expert 0
+        block = seen["blocks"][-1]      # of the router that weights the loss
+        first = weight[..., 0]          # expert 0
         spread = weight.var(1, False).sum(-1).mean().item()
+        aimed = log(".", "lambda")[-1][0] if args.get("variation") else None
         row |= {"ratio": log(".", "token_ratio")[-1], "r": seen["correlation"],
                 "variation": first.std(1, False).mean().item(), "cls": max(block["cls_share"]),
                 "silhouette": block["silhouette"], "scale": block["scale"],
-                "lambda": args["entropy_weight"][0], "balance": -((first - 1) * loss).mean().item() / spread}
+                "lambda": aimed or args["entropy_weight"][0],
+                "balance": -((first - 1) * loss).mean().item() / spread}
         if "foreground_auc" in seen:
             row["foreground"] = seen["foreground_auc"][0]
     return plain(row)
 
 
 def rank(row: dict) -> tuple:
-    kind = next((i for i, start in enumerate(ORDER) if row["row"].startswith(start)), len(ORDER))
-    return kind, "uniform" not in row["row"], -row.get("lambda", 0), row["row"], row["seed"]
+    kinds = (i for i, start in enumerate(ORDER) if row["row"].startswith(start))
+    weight = 0 if "aimed" in row["row"] else -row.get("lambda", 0)
+    return next(kinds, len(ORDER)), "uniform" not in row["row"], weight, row["row"], row["seed"]
 
 
 def update(path: Path, folder: Path):
-    """Measures the runs in `folder` and puts them into the JSON file, beside other rows and seeds."""
-    rows = {(row["row"], row["seed"]): row for row in (json.loads(path.read_text()) if path.exists() else [])}
+    """Measures the runs in `folder`, and puts them beside other rows and seeds of the file."""
+    rows = json.loads(path.read_text()) if path.exists() else []
+    rows = {(row["row"], row["seed"]): row for row in rows}
     for run in sorted(best.parents[1] for best in folder.glob("*-[0-9]*/ep/best.pt")):
         print(run, file=sys.stderr)
         row = measure(run)
@@ -126,7 +143,7 @@ def update(path: Path, folder: Path):
         path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
-# --------------------------------------------------------------------------------------- from JSON to tables
+# ----------------------------------------------------------------- from JSON to tables
 
 def by_row(rows: list[dict], key: str) -> dict[str, dict[int, float]]:
     """Row -> seed -> value, of those that have one."""
@@ -138,7 +155,8 @@ def by_row(rows: list[dict], key: str) -> dict[str, dict[int, float]]:
 
 
 def reference(name: str) -> str:
-    return next((f"{kind}-uniform" for kind in ("token", "long") if name.startswith(kind)), "uniform")
+    kinds = (f"{kind}-uniform" for kind in ("token", "long") if name.startswith(kind))
+    return next(kinds, "uniform")
 
 
 def number(value: float, digits: int, sign: str = "") -> str:
@@ -146,7 +164,10 @@ def number(value: float, digits: int, sign: str = "") -> str:
 
 
 def cell(mine: dict[int, float], other: dict[int, float], digits: int) -> str:
-    """Mean ± standard deviation (paired difference ± standard error). Star: above 4.3 errors, 3 seeds."""
+    """Mean ± standard deviation (paired difference ± standard error).
+
+    Star: three seeds, and above 4.3 errors.
+    """
     text = number(statistics.mean(mine.values()), digits)
     pairs = [mine[seed] - other[seed] for seed in mine if seed in other]
     if len(mine) > 1:
@@ -154,9 +175,11 @@ def cell(mine: dict[int, float], other: dict[int, float], digits: int) -> str:
     if len(pairs) == 1:
         text += f" ({number(pairs[0], digits + 1, '+')})"
     elif pairs:
-        difference, error = statistics.mean(pairs), statistics.stdev(pairs) / len(pairs) ** 0.5
+        difference = statistics.mean(pairs)
+        error = statistics.stdev(pairs) / len(pairs) ** 0.5
         star = "*" if len(pairs) == 3 and abs(difference) > 4.3 * error else ""
-        text += f" ({number(difference, digits + 1, '+')} ± {number(error, digits + 1)}{star})"
+        text += (f" ({number(difference, digits + 1, '+')} ± {number(error, digits + 1)}"
+                 f"{star})")
     return text
 
 
@@ -166,7 +189,7 @@ def markdown(lines: list[list[str]]) -> str:
 
 
 def results(rows: list[dict], to: str | None = None) -> str:
-    """A line for each row: means over seeds, and differences to the row `to`, or to that of `reference`."""
+    """A line for each row: means, and differences to the row `to` or that of `reference`."""
     names = list(dict.fromkeys(row["row"] for row in rows))
     values = {key: by_row(rows, key) for key, *_ in COLUMNS}
     columns = [column for column in COLUMNS if values[column[0]]]
@@ -175,38 +198,46 @@ def results(rows: list[dict], to: str | None = None) -> str:
         line = [name, str(len(values["knn"][name]))]
         for key, _, digits, paired in columns:
             other = to or reference(name)
-            other = values[key].get(other, {}) if (paired or to) and other != name else {}
-            line.append(cell(values[key][name], other, digits) if name in values[key] else "")
+            compared = (paired or to) and other != name
+            other = values[key].get(other, {}) if compared else {}
+            mine = values[key].get(name)
+            line.append(cell(mine, other, digits) if mine else "")
         table.append(line)
     return markdown(table)
 
 
-def coupled(rows: list[dict]) -> list[list[dict]]:
-    """The coupled rows, each a list of its seeds, from the highest lambda down."""
+def groups(rows: list[dict], *starts: str) -> list[list[dict]]:
+    """The rows whose names begin so, each a list of its seeds, in the order of the file."""
     groups = {}
     for row in rows:
-        if row["row"].startswith("coupled"):
-            groups.setdefault(row["lambda"], []).append(row)
-    return [groups[weight] for weight in sorted(groups, reverse=True)]
+        if row["row"].startswith(starts):
+            groups.setdefault(row["row"], []).append(row)
+    return list(groups.values())
 
 
 def at_balance(group: list[dict]) -> tuple[float, float, float]:
-    """Variation of freely chosen weights, measured, and with a scale at its optimum; means over seeds."""
-    mean = {key: statistics.mean(row[key] for row in group) for key in ("std", "variation", "balance")}
-    weight = group[0]["lambda"]
-    return mean["std"] / weight, mean["variation"], mean["variation"] * mean["balance"] / weight
+    """Variation of freely chosen weights, measured, and with a scale at its optimum."""
+    mean = {key: statistics.mean(row[key] for row in group)
+            for key in ("std", "variation", "balance", "lambda")}
+    settled = mean["variation"] * mean["balance"] / mean["lambda"]
+    return mean["std"] / mean["lambda"], mean["variation"], settled
 
 
 def balances(sets: dict[str, list[dict]]) -> str:
     """What lambda does, in numbers."""
-    table = [["", "seeds", "std(loss)", "std(loss) / lambda", "variation", "at balance", "balance", "scale"]]
+    table = [["", "seeds", "lambda", "std(loss)", "std(loss) / lambda", "variation",
+              "at balance", "balance", "scale"]]
     for name, rows in sets.items():
-        for group in coupled(rows):
-            std, scale = (number(statistics.mean(row[key] for row in group), digits)
-                          for key, digits in (("std", 4), ("scale", 2)))
-            balance = cell({row["seed"]: row["balance"] for row in group}, {}, 3)
-            variations, label = [f"{x:.2g}" for x in at_balance(group)], f"{name} {group[0]['lambda']:g}"
-            table.append([label, str(len(group)), std, *variations, balance, scale])
+        for group in groups(rows, "coupled", "aimed", "long-coupled", "long-aimed", "experts16-"):
+            def column(key: str, digits: int, group=group) -> str:
+                return cell({row["seed"]: row[key] for row in group}, {}, digits)
+            weights = {row["lambda"] for row in group}
+            weight = column("lambda", 3) if len(weights) > 1 else f"{max(weights):.3g}"
+            scale = number(statistics.mean(row["scale"] for row in group), 2)
+            std = number(statistics.mean(row["std"] for row in group), 4)
+            free, measured, settled = (f"{x:.2g}" for x in at_balance(group))
+            table.append([f"{name} {group[0]['row']}", str(len(group)), weight, std, free,
+                          measured, settled, column("balance", 3), scale])
     return markdown(table)
 
 
@@ -224,7 +255,8 @@ def main(args: argparse.Namespace) -> dict[str, str]:
     sets = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
     tables = {name: results(sets[name], args.to) for name in args.sets if name in sets}
     if not args.to:
-        tables["lambda"], readme = balances(sets), args.out / "README.md"
+        tables["lambda"] = balances(sets)
+        readme = args.out / "README.md"
         for name, table in tables.items() if readme.exists() else ():
             readme.write_text(fill(readme.read_text("utf-8"), name, table), "utf-8")
     print("\n\n".join(tables.values()))

@@ -1,0 +1,200 @@
+"""The tests of experiments/: its commands, tables and figures at toy size."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import memory
+import plot
+import table
+
+import checkpoint
+import data
+import losses
+import pretrain
+from teacher import build_teacher
+from test_explore import (
+    SCRIPTS,
+    normalized,
+    photos,
+    read_run,
+    scenes,
+    seeded,
+    signals,
+    stand_in,
+)
+
+README = (HERE / "README.md").read_text("utf-8")
+
+
+def test_memory_counts_each_storage_that_autograd_saves_once_and_no_parameter():
+    layer = nn.Linear(8, 16)
+    x = torch.rand(4, 8, requires_grad=True)
+    own = list(layer.parameters())
+    once = 2 * 4 * 8 + 2 * 8 * 16                # fp16 copies of the input and of the weight
+    assert memory.saved_bytes(lambda: layer(x), own) == once
+    assert memory.saved_bytes(lambda: F.gelu(layer(x)), own) == once + 2 * 4 * 16
+    views = memory.saved_bytes(
+        lambda: (x * x, x.view(-1) * x.view(-1), x[0] * layer.weight), own)
+    assert views == 4 * 4 * 8
+
+
+def test_memory_prints_a_row_for_each_number_of_experts(capsys):
+    memory.main(["--model", "vit_tiny", "--image-size", "64", "--objective", "token"])
+    lines = capsys.readouterr().out.splitlines()[2:]
+    rows = [[float(cell.split()[0]) for cell in line.split("|")[1:-1]] for line in lines]
+    assert [row[0] for row in rows] == [0, 2, 64]
+    assert all(0 < row[5] < row[4] for row in rows)
+    assert rows[2][2] == pytest.approx(16e6 * rows[2][1] / 2 ** 30, abs=0.06)
+
+
+@pytest.fixture
+def experiments(photos, tmp_path):
+    """experiments(SEEDS, SET, ROW ...) -> (stage, argv) of each command of run.sh; none is run"""
+    log = tmp_path / "log"
+    images = tmp_path / "a folder"
+    images.symlink_to(photos)
+    environment = stand_in(tmp_path, "python", f'printf "%s\\n" "$@" "" >> "{log}"')
+
+    def commands(seeds, *argv, camvid=""):
+        log.write_text("")
+        variables = {"RUNS": str(tmp_path / "the runs"), "SEEDS": seeds, "CIFAR": str(images),
+                     "FULL": str(images), "CAMVID": camvid,
+                     "MORE": "--max-steps 4 --save-every 1 --save-minutes 1e-9"}
+        subprocess.run(["sh", HERE / "run.sh", *argv], check=True, env=environment | variables)
+        calls = [call.split("\n") for call in log.read_text().strip().split("\n\n")]
+        return [(call[0].removesuffix(".py").replace("linprobe", "linear"), call[1:])
+                for call in calls]
+    return commands
+
+
+def test_experiments_are_run_measured_and_drawn(experiments, scenes, photos, tmp_path, capsys):
+    calls = [*experiments("0", "cifar", "none", "uniform", "coupled", "router-2", "aimed-0.2"),
+             *experiments("1", "cifar", "uniform"),
+             *experiments("1", "cifar", "coupled", camvid=scenes)]
+    for stage, argv in calls:
+        quick = ["--batch-size", "8", "--workers", "0"]
+        SCRIPTS[stage].main(SCRIPTS[stage].parse_args([*argv, *quick]))
+    runs = tmp_path / "the runs" / "cifar"
+    again = [stage for stage, _ in experiments("0", "cifar", "uniform")]
+    assert again == ["pretrain", "linear", "linear"]      # they find their last.pt
+    for file in runs.glob("*/knn.jsonl"):      # of an earlier model, and of another one
+        earlier = {"checkpoint": "last.pt", "top1": 101.0}
+        another = {"checkpoint": "epoch_0000.pt", "top1": 101.0}
+        file.write_text(f"{json.dumps(earlier)}\n{file.read_text()}{json.dumps(another)}\n")
+
+    (tmp_path / "README.md").write_text(README, "utf-8")
+    argv = ["cifar", "--runs", str(tmp_path / "the runs"), "--out", str(tmp_path)]
+    printed = table.main(table.parse_args(argv))["cifar"]
+    assert printed in capsys.readouterr().out
+    assert printed in (tmp_path / "README.md").read_text("utf-8")
+    rows = json.loads((tmp_path / "cifar.json").read_text())
+    rows = {(row["row"], row["seed"]): row for row in rows}
+    assert list(rows) == [("none", 0), ("uniform", 0), ("uniform", 1), ("coupled", 0),
+                          ("coupled", 1), ("aimed-0.2", 0), ("router-2", 0)]
+    coupled = np.array([rows["coupled", seed]["knn"] for seed in (0, 1)])
+    gain = coupled - [rows["uniform", seed]["knn"] for seed in (0, 1)]
+    assert (f"| coupled | 2 | {coupled.mean():.1f} ± {coupled.std(ddof=1):.1f} "
+            f"({gain.mean() + 0.0:+.2f} ± {gain.std(ddof=1) / 2 ** 0.5:.2f}) |") in printed
+    assert max(row["knn"] for row in rows.values()) <= 100      # the latest of last.pt
+    assert "ratio" not in rows["none", 0] and rows["uniform", 0]["ratio"] == 1
+    assert [key for key, row in rows.items() if "miou" in row] == [("coupled", 1)]
+
+    # values that a run has written
+    router = checkpoint.load_checkpoint(runs / "router-2-0" / "last.pt")["model"]
+    scale = router["loss_router.scale"].item()
+    assert rows["router-2", 0]["scale"] == pytest.approx(scale, rel=1e-5)
+    row = rows["coupled", 1]
+    _, log = read_run(runs / "coupled-1")
+    assert row["ratio"] == pytest.approx(log[-1]["token_ratio"], rel=1e-5)
+    assert row["lambda"] == 0.05
+    _, log = read_run(runs / "aimed-0.2-0")
+    assert rows["aimed-0.2", 0]["lambda"] == log[-1]["lambda"][0] != 5
+    for name, score in (("linear", "top1"), ("ep", "top1"), ("camvid", "miou")):
+        best = max(line.get(score, 0) for line in read_run(runs / "coupled-1" / name)[1])
+        assert row[score if score == "miou" else name] == pytest.approx(best, rel=1e-5)
+
+    # values on validation images
+    file = checkpoint.load_checkpoint(runs / "coupled-0" / "last.pt")
+    student = pretrain.Explore(checkpoint.load_encoder(file), 96, 0.4).eval()
+    student.load_state_dict(file["model"])
+    val = data.Folder(photos, "val")
+    views = data.TrainViews(val, 32, 0, 8, 0.4)
+    batch = torch.utils.data.default_collate([views[0, i] for i in range(16)])
+    pixels = data.augment(batch)
+    pred = student(normalized(pixels), batch["mask"])
+    target = build_teacher(file["args"]["teacher"], 8)(pixels)[:, 1:]
+    target = target[~batch["mask"]].view(len(val), -1, 96)
+    loss = losses.token_loss(pred.tokens[:, 1:], target)
+    weight = pred.routing[3].dispatch[:, 1:].detach().double()
+    weight = weight / weight.mean(1, keepdim=True)
+    balance = -((weight[..., 0] - 1) * loss).mean() / weight.var(1, correction=0).sum(1).mean()
+    row = rows["coupled", 0]
+    assert row["token_loss"] == pytest.approx(loss.mean().item(), rel=1e-3)
+    assert row["variation"] == pytest.approx(losses.variation(weight)[0].item(), rel=1e-3)
+    assert row["balance"] == pytest.approx(balance.item(), rel=1e-3)
+    std, variation, at_balance = table.at_balance([row])
+    assert std == pytest.approx(row["std"] / 0.05)
+    assert variation == row["variation"]
+    assert at_balance == pytest.approx(row["variation"] * row["balance"] / 0.05)
+
+    runs.rename(tmp_path / "gone")      # rows of earlier calls stay
+    assert table.main(table.parse_args(argv))["cifar"] == printed
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "lambda.png"
+    plot.main(plot.parse_args(["--json", str(tmp_path), "--out", str(picture)]))
+    assert min(Image.open(picture).size) > 200
+
+
+@pytest.mark.parametrize("middle, text", (
+    (1.0, "2.0 ± 1.0 (+2.00 ± 0.58)"), (1.9, "2.0 ± 0.1 (+2.00 ± 0.06*)")))
+def test_a_star_is_a_difference_above_4_3_errors_of_three_seeds(middle, text):
+    mine = {0: middle, 1: 2.0, 2: 4 - middle}
+    assert table.cell(mine, dict.fromkeys(range(3), 0.0), 1) == text
+
+
+def test_differences_are_to_the_row_that_is_asked_for():
+    rows = [{"row": name, "seed": 0, "knn": top1}
+            for name, top1 in (("none", 1), ("uniform", 3), ("a", 6))]
+    assert "| 6.0 (+3.00) |" in table.results(rows)
+    assert "| 6.0 (+5.00) |" in table.results(rows, "none")
+
+
+@pytest.mark.parametrize("name", ("noise", "shapes", "cifar"))
+def test_the_tables_are_those_of_the_json_files(name):
+    results = table.results(json.loads((HERE / f"{name}.json").read_text()))
+    assert table.fill(README, name, results) == README, f"run table.py {name}"
+
+
+def test_the_readmes_commands_are_ones_that_the_scripts_take(experiments):
+    assert len(README.splitlines()) <= 300
+    rows = re.findall(r"^\| .* \| (.*) \| (`\w+\.py .*`) \|$", README, re.MULTILINE)
+    assert len(rows) >= 35
+    for figures, cell in rows:
+        commands = []
+        for command in re.findall("`(.*?)`", cell):
+            braces = [each.split(",") for each in re.findall("{(.*?)}", command)]
+            blank = re.sub("{.*?}", "{}", command)
+            commands += [blank.format(*values) for values in zip(*braces, strict=True)] or [command]
+        assert len(figures.split("; ")) % len(commands) == 0, cell
+        for script, *argv in map(str.split, commands):
+            __import__(script.removesuffix(".py")).parse_args(argv)
+    for flags in ("--entropy-weight 0.5", "--entropy-weight 0.5 --detach"):
+        assert pretrain.parse_args(flags.split()).out + "/last.pt" in README
+    others = ("detached combine router experts16 experts16-coupled-0.05 experts16-aimed-0.1 "
+              "expert0 token-detached long-uniform long-coupled long-aimed-0.3").split()
+    calls = experiments("0", "shapes", *others) + experiments("0", "transfer", camvid="x")
+    for stage, argv in calls:
+        SCRIPTS[stage].parse_args(argv)
