@@ -1680,8 +1680,8 @@ def fake_gpu(monkeypatch):
 @pytest.mark.parametrize("name, flags", (
     ("pretrain", "--teacher small-16/random --image-size 64 --patch-size 16"),
     ("pretrain", "--encoding dense --objective token_pixel --balance gradnorm"),
-    ("pretrain", "--loss-router --experts 0"), ("finetune", ""), ("linear", ""), ("ep", ""),
-    ("segment", "--batch-size 8")))
+    ("pretrain", "--loss-router --experts 0 --variation 0.1"), ("finetune", ""), ("linear", ""),
+    ("ep", ""), ("segment", "--batch-size 8")))
 def test_a_step_stays_on_its_gpu_reads_no_value_and_reaches_every_parameter(
         stage, fake_gpu, small_clips, name, flags):
     flags = f"--amp fp16 --no-compile --repeat-batch --max-steps 2 --micro-batch 4 {flags}"
