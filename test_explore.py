@@ -1677,6 +1677,7 @@ def fake_gpu(monkeypatch):
     data.constant.cache_clear()
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 15), reason="PyTorch 2.6 asks for a driver")
 @pytest.mark.parametrize("name, flags", (
     ("pretrain", "--teacher small-16/random --image-size 64 --patch-size 16"),
     ("pretrain", "--encoding dense --objective token_pixel --balance gradnorm"),
