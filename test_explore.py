@@ -736,6 +736,8 @@ def test_the_default_loss_block_is_the_last_and_objectives_keep_their_order():
     case = make_case()
     first, last, default = (couple(case, loss_block=block)[0] for block in (1, 3, None))
     assert first != last == default
+    _, papers, _ = losses.explore_losses(*case[:4])
+    assert papers == losses.explore_losses(*case[:4], entropy_weights=5.0)[1]
     reverse, _, _ = losses.explore_losses(*case[:4], objectives=("cls", "token"))
     assert torch.equal(reverse, losses.explore_losses(*case[:4])[0].flip(0))
 
@@ -1357,6 +1359,13 @@ def test_shapes_are_the_same_every_time_and_others_in_val():
     assert not torch.equal(image, Shapes("val", 48)[7][0])
     assert Shapes.classes[label] == "spotted blue"
     assert Shapes("train", 48).annotation(7).unique().tolist() == [1, 9]
+
+
+def test_a_drawn_set_never_changes():
+    """Or figures of one version could not be compared with those of another."""
+    means = [sum(Shapes(split, 48, noise)[i][0].float().mean().item() for i in range(4))
+             for split, noise in (("train", False), ("val", False), ("val", True))]
+    assert means == pytest.approx([481.0, 499.4, 500.0], rel=1e-3)
 
 
 def test_the_masks_of_shapes_are_their_objects_in_their_colors():
@@ -2380,7 +2389,7 @@ def test_numbers_that_stay_wrong_stop_the_run_and_reach_no_checkpoint(stage, mon
         patch.setattr(losses, "token_loss", lambda pred, target: (pred * math.nan).mean(-1))
         error = refusal(capsys, "pretrain", *argv)
     said = f"step 40: 25 updates in a row had no finite gradient; {last} holds step 15. To"
-    assert error.startswith(said)
+    assert error.startswith(said) and run.PATIENCE == 20
     assert_same_bits(good, checkpoint.load_checkpoint(last))
     assert train([*argv, "--max-steps", "17", "--amp", "bf16"])[0]["step"] == 17
 
@@ -2764,6 +2773,15 @@ def test_supervised_training_from_scratch_builds_the_model_of_its_flags(stage, m
     assert built[0].args == ("vit_nano",) and built[0].kwargs["drop_path"] == 0.3
 
 
+def test_supervised_training_from_scratch_is_of_the_papers_model_unless_told(monkeypatch, photos):
+    monkeypatch.setattr(finetune, "build_vit", Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):
+        finetune.main(finetune.parse_args(["--data", photos]))
+    name, = finetune.build_vit.call_args.args
+    vit = finetune.build_vit.call_args.kwargs
+    assert (name, vit["image_size"], vit["patch_size"]) == ("vit_base", 224, 16)
+
+
 def test_the_linear_probe_sees_cls():
     linear = linprobe.LinearProbe(64, 3)
     tokens = torch.randn(2, 6, 64)
@@ -2845,7 +2863,8 @@ def test_a_third_of_a_quarter_of_the_images_is_erased():
     for image in images:
         finetune.random_erasing(rng, image)
     shares = (images != 255).any(1).float().mean((1, 2))
-    assert 0.18 < (shares > 0).float().mean() < 0.32 and shares.max() < 0.36
+    assert 0.18 < (shares > 0).float().mean() < 0.32
+    assert 0.01 < shares[shares > 0].min() < 0.035 and 0.3 < shares.max() < 0.36
     noise = images[images != 255].double() / 255      # ImageNet's mean and deviation, clipped
     assert noise.mean().item() == pytest.approx(0.45, abs=0.02)
     assert 0.2 < noise.std() < 0.23
@@ -2874,6 +2893,7 @@ def test_upernet_is_a_pooled_top_a_pyramid_from_the_top_down_and_an_auxiliary_he
     logits, auxiliary = net(maps)
     assert torch.allclose(logits, net.classify[1](fused))
     assert torch.allclose(auxiliary, net.auxiliary[2](net.auxiliary[0](maps[2])))
+    assert logits.shape == (2, 5, 16, 16) and auxiliary.shape == (2, 5, 4, 4)
     assert net.classify[0].p == net.auxiliary[1].p == 0.1
 
 
