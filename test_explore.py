@@ -1501,6 +1501,18 @@ def test_a_default_warm_up_keeps_its_share_and_a_given_one_is_taken_as_it_is(nam
     assert rates[-1] == pytest.approx(1e-6)
 
 
+def test_no_weight_decay_on_biases_scales_norms_positions_and_tokens():
+    student = model.Explore(nano(experts=2), 96, dense=True, pixels=True, loss_router=True)
+    optimizer = common.adamw(student, 0.1, 0.05, (0.9, 0.95))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups
+             for p in group["params"]}
+    spared = {name.split(".")[-1] for name, p in student.named_parameters()
+              if p.ndim > 1 and decay[id(p)] == 0}
+    assert spared == {"b1", "b2", "pos_embed", "cls_token", "mask_token"}
+    assert all(decay[id(p)] == (0.05 if p.ndim > 1 else 0)
+               for name, p in student.named_parameters() if name.split(".")[-1] not in spared)
+
+
 @pytest.mark.parametrize("amp, scales", (("fp16", (512, 256, 256)), ("off", (1, 1, 1))))
 def test_updates_are_skipped_and_counted_where_a_gradient_is_not_finite(amp, scales):
     scaler = common.Machine(pretrain.parse_args(["--amp", "off"])).scaler
@@ -2157,12 +2169,16 @@ def test_a_second_ctrl_c_leaves_at_once(stage, tmp_path):
     assert checkpoint.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 2
 
 
+# in one write, for two processes write at once
+GROUP = "os.write(1, f'group {dist.is_initialized()}\\n'.encode())"
+
+
 @needs_loopback
 def test_two_processes_leave_together_when_one_gets_the_signal_and_one_resumes(stage, tmp_path):
     argv = stage("pretrain", "--drop-path 0")
     whole, _ = train(stage("pretrain", "--drop-path 0", out="whole"))
     fault = "step == 3 and rank == '1' and os.kill(os.getpid(), signal.SIGTERM)"
-    out = torchrun(2, driver(tmp_path, fault, "print('group', dist.is_initialized())"), *argv)
+    out = torchrun(2, driver(tmp_path, fault, GROUP), *argv)
     assert "SIGTERM: " in out and "last.pt holds step 3;" in out
     assert re.findall("group (.*)", out) == ["False", "False"]      # NCCL warns of one left behind
     parts, _ = train(argv)                     # another number of processes: the same curve
