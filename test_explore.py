@@ -1346,11 +1346,12 @@ def test_flip_and_color_jitter_are_torchvisions_image_by_image():
         assert torch.allclose(ours[i], theirs, atol=1e-5)
 
 
-def test_evaluation_views_are_resize_256_and_center_crop_224():
+@pytest.mark.parametrize("size, shorter", ((224, 256), (112, 128), (32, 37)))
+def test_evaluation_views_are_resized_to_256_and_cropped_to_224_of_224(size, shorter):
     image = torch.randint(0, 256, (3, 300, 500), dtype=torch.uint8)
     bicubic = TF.InterpolationMode.BICUBIC
-    resized = TF.resize(image, 256, interpolation=bicubic, antialias=True)
-    assert torch.equal(data.center_view(image, 224), TF.center_crop(resized, 224))
+    resized = TF.resize(image, shorter, interpolation=bicubic, antialias=True)
+    assert torch.equal(data.center_view(image, size), TF.center_crop(resized, size))
 
 
 def test_shapes_are_the_same_every_time_and_others_in_val():
@@ -1359,6 +1360,12 @@ def test_shapes_are_the_same_every_time_and_others_in_val():
     assert not torch.equal(image, Shapes("val", 48)[7][0])
     assert Shapes.classes[label] == "spotted blue"
     assert Shapes("train", 48).annotation(7).unique().tolist() == [1, 9]
+
+
+@pytest.mark.parametrize("name, noise", (("shapes", False), ("shapes-noise", True)))
+def test_drawn_sets_have_names(name, noise):
+    drawn = data.open_images(name, "val", 48)
+    assert torch.equal(drawn[3][0], Shapes("val", 48, noise)[3][0])
 
 
 def test_a_drawn_set_never_changes():
