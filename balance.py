@@ -79,9 +79,9 @@ class GradNorm(FixedWeights):
 class EntropyWeights(nn.Module):
     """lambda [E] of Eq. 7: fixed or, beyond the paper, aimed at a `variation` of weights.
 
-    A router settles where `losses.router_balance` is lambda, and the variation of expert 0's
-    weights over an image's patches falls as 1 / lambda. So measured variation times balance
-    over the wanted variation is the lambda of all experts; both are means of about ten steps.
+    A router settles where `losses.router_balance` is lambda. The balance falls as the weights
+    of expert 0 vary more, their product stays: so lambda is measured variation times balance
+    over the wanted variation, for all experts. Both are means of about ten steps.
     """
 
     def __init__(self, weights: list[float], variation: float | None = None):
@@ -105,7 +105,8 @@ class EntropyWeights(nn.Module):
             means = self.means.lerp(new, (1 / self.steps).clamp_min(0.1))
             self.means.copy_(torch.where(finite, means, self.means))
             weight = self.means.prod() / self.variation
-            self.weights.fill_(weight.clamp_min(1e-4))      # a balance may start below 0
+            weight = weight.clamp_min(1e-4)      # a balance may start below 0
+            self.weights.copy_(torch.where(finite, weight, self.weights))
 
 
 def batch_mean(collected: list[Tensor]) -> Tensor:

@@ -147,7 +147,9 @@ def load_encoder(source: str | Path | dict, grid: int | None = None,
 
 
 def resize_pos_embed(pos_embed: Tensor, grid: int) -> Tensor:
-    """[1, 1 + M * M, D] -> float32 [1, 1 + grid * grid, D], bicubic; [CLS] keeps its own."""
+    """[1, 1 + M * M, D] -> [1, 1 + grid * grid, D], bicubic, in float32 if it is another grid;
+    [CLS] keeps its own.
+    """
     old = math.isqrt(pos_embed.shape[1] - 1)
     if old == grid:
         return pos_embed

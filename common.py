@@ -253,7 +253,7 @@ class Machine:
         return values
 
     def largest(self, *values: float) -> list[float]:
-        """Of each value, the largest in any process: on the CPU, no device is waited for."""
+        """The maximum of each value over all processes, on the CPU: no device is waited for."""
         values = torch.tensor(values)
         if self.world > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX)
@@ -334,7 +334,9 @@ def make_plan(args: argparse.Namespace, world: int, images: int) -> Plan:
 
 def learning_rate(step: int, plan: Plan, peak: float, floor: float,
                   linear: bool = False) -> float:
-    """From peak / warmup at step 0 to the peak at warmup - 1, by cosine or line to the floor."""
+    """Linear from peak / warmup at step 0 to the peak at step warmup - 1, then by cosine, or by
+    a line, to the floor at the last step.
+    """
     if step < plan.warmup:
         return peak * (step + 1) / plan.warmup
     progress = (step + 1 - plan.warmup) / (plan.steps - plan.warmup)

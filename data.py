@@ -139,7 +139,10 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
 
 
 def digest_names(*sets: Images) -> str:
-    """A short hash of the numbers and names of images and classes: --data may move, not change."""
+    """A short hash of the numbers and names of images and classes.
+
+    A run notices by it that --data has changed; it may move.
+    """
     sha = hashlib.sha256()
     for images in sets:
         names = images.names() if hasattr(images, "names") else []

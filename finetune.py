@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 4 finetune.py runs/pretrain/epoch_0300.pt
     python finetune.py --model vit_nano --data shapes --image-size 48 --patch-size 6 \\
-        --augment plain
+        --augment plain --layer-decay 1
 
 The first finetunes with FR + FA + ExD, if the encoder has experts.
 """

@@ -95,7 +95,7 @@ def main(args) -> list[float]:
             print(f"{results[path]:6.2f}%  {path}", flush=True)
             row = {"checkpoint": path, "data": args.data, "k": args.k,
                    "temperature": args.temperature, "top1": results[path]}
-            with open(out / "knn.jsonl", "a") as file:      # runs beside this one lose no row
+            with open(out / "knn.jsonl", "a") as file:      # concurrent runs keep their rows
                 file.write(json.dumps(row) + "\n")
     if machine.rank == 0 and len(results) > 1:
         best = max(results, key=results.get)

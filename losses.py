@@ -1,7 +1,7 @@
 """The losses of ExPLoRe: objectives, the coupling of losses and router, Eq. 8.
 
-Needs nothing but torch. Shapes: B images, N patches, T tokens of the student
-with [CLS] first, E experts, D features, K objectives.
+Needs nothing but torch. Shapes: B images, N patches, V of them visible, T
+tokens of the student with [CLS] first, E experts, D features, K objectives.
 """
 
 import math
@@ -96,7 +96,8 @@ def router_balance(dispatch: Tensor, loss: Tensor, patches: Tensor) -> Tensor:
     Let w be an image's weights over their mean. Near uniform, weights k
     times as far apart change Eq. 8 by
     k cov(w of expert 0, loss) + lambda k^2 / 2 (sum over experts of var(w)),
-    smallest at k = 1 if lambda is -cov / (sum of var).
+    smallest at k = 1 if lambda is -cov / (sum of var). This assumes one
+    lambda for all experts, and no other routed loss.
     """
     gain = routed_mean(loss, patches) - routed_mean(loss, dispatch[..., 0] * patches)
     spread = (dispatch.var(1, unbiased=False) / dispatch.mean(1).square()).sum(-1)
@@ -139,7 +140,10 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     routings = [pred.routing[block] for block in blocks] if pred.routing else []
 
     def routed(loss: Tensor, patches: Tensor, expert: int | None) -> Tensor:
-        """The mean of a loss over `patches`, both [B, N], weighted by `expert`."""
+        """The mean over `patches`, [B, N] as the loss, weighted by `expert`.
+
+        Sparse: of the token loss, [B, V].
+        """
         if not routings or expert is None:
             return routed_mean(loss, patches)
         weight = torch.stack([patch_weights(each, expert, loss_weights, detach)
@@ -152,10 +156,12 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     tokens = pred.tokens.float()
     targets = targets.float()
     target = targets[:, 1:]
-    masked = patches = mask.float()      # dense: what the student does not see
-    if not dense:                        # sparse: what it sees
+    masked = mask.float()      # [B, N]
+    if dense:      # the token loss is on what the student does not see
+        patches = masked
+    else:          # on what it sees
         index = pred.ids_keep[..., None].expand(-1, -1, target.shape[-1])
-        target = target.gather(1, index)
+        target = target.gather(1, index)      # [B, V, D]
         patches = torch.ones_like(pred.ids_keep, dtype=masked.dtype)
     losses = {}
     parts = {}      # loss of each patch [B, N], which patches count, expert

@@ -78,8 +78,8 @@ class SoftMoE(Router):
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         """x [B, T, D] -> (y [B, T, D], Routing)"""
         routing = self.route(x)
-        slots = torch.einsum("bte,btd->ebd", routing.dispatch.to(x.dtype), x)     # one per expert
-        hidden = F.gelu(torch.baddbmm(self.b1[:, None], slots, self.w1))   # all at once
+        slots = torch.einsum("bte,btd->ebd", routing.dispatch.to(x.dtype), x)      # [E, B, D]
+        hidden = F.gelu(torch.baddbmm(self.b1[:, None], slots, self.w1))           # [E, B, H]
         slots = torch.baddbmm(self.b2[:, None], hidden, self.w2)
         slots = slots * F.dropout(torch.ones_like(slots[..., :1]), self.dropout, self.training)
         return torch.einsum("bte,ebd->btd", routing.combine.to(slots.dtype), slots), routing

@@ -33,7 +33,9 @@ def parse_args(argv: list[str] | None = None):
                  "steps"),
     })
     common.add_flags(parser, "student", {
-        "--model": dict(choices=PRESETS, default="vit_base", help="width and depth"),
+        "--model": dict(
+            choices=PRESETS, default="vit_base",
+            help="width and depth; vit_base is the paper's, vit_nano is for small images on CPUs"),
         "--image-size": dict(default=224, help="pixels a side"),
         "--patch-size": dict(default=16, help="pixels a side"),
         "--experts": dict(
@@ -62,8 +64,8 @@ def parse_args(argv: list[str] | None = None):
             default="ViT-B-16/openai",
             help="a checkpoint, an open_clip MODEL/PRETRAINED (a tag, a file or random), or "
                  "timm/NAME"),
-        "--cls-weight": dict(default=0.4, help="w of Eq. 8 with --balance static"),
-        "--pixel-weight": dict(default=1.0, help="w of Eq. 8 with --balance static"),
+        "--cls-weight": dict(default=0.4, help="weight of the [CLS] loss (w of Eq. 8)"),
+        "--pixel-weight": dict(default=1.0, help="weight of the pixel loss (w of Eq. 8)"),
     })
     common.add_flags(parser, "loss routing", {
         "--loss-weights": dict(
@@ -88,7 +90,7 @@ def parse_args(argv: list[str] | None = None):
             help="lambda of the entropy of experts 0, 1, ...; the last value counts for the "
                  "rest"),
         "--variation": dict(
-            type=float,
+            type=float, range="(0, inf)",
             help="beyond the paper: set lambda after each step so that expert 0's weights vary "
                  "by V over an image's patches, in units of their mean", metavar="V"),
         "--entropy-on": dict(
@@ -102,8 +104,8 @@ def parse_args(argv: list[str] | None = None):
             choices=("static", "gradnorm", "rlw"), default="static",
             help="static: 1, --cls-weight, --pixel-weight; gradnorm: learned; rlw: drawn at "
                  "random in every step"),
-        "--gradnorm-alpha": dict(default=0.12, help="strength of the pull to like rates"),
-        "--gradnorm-lr": dict(default=0.025, help="learning rate of the weights"),
+        "--gradnorm-alpha": dict(default=0.12, help="how strongly training rates are equalized"),
+        "--gradnorm-lr": dict(default=0.025, help="learning rate of its weights"),
     })
     args = common.parse(parser, argv, "pretrain")
     check(parser, args)
@@ -121,6 +123,7 @@ def check(parser, args):
         parser.error(f"--mask-ratio {args.mask_ratio} masks {masked} of {patches} patches: at "
                      "least one must be masked and one visible")
     static = args.balance == "static"
+    dense_pixels = args.encoding == "dense" and "pixel" in args.objective
     routed = args.experts or args.loss_router
     for met, needs, names in (      # flags that would have no effect
             (args.experts, "--experts above 0", "moe_blocks loss_block"),
@@ -129,6 +132,9 @@ def check(parser, args):
              "loss_weights detach entropy_weight variation entropy_on importance_weight"),
             (not args.variation, "a run without --variation", "entropy_weight entropy_on detach"),
             (args.loss_weights == "dispatch", "--loss-weights dispatch", "variation"),
+            (static, "--balance static", "variation"),
+            (not dense_pixels, "--encoding sparse or no pixel in --objective", "variation"),
+            (len(args.loss_block or []) < 2, "one --loss-block", "variation"),
             (args.loss_weights != "uniform", "--loss-weights dispatch or combine",
              "detach loss_router"),
             ("_" in args.objective, "an --objective of several terms", "balance"),
@@ -144,7 +150,6 @@ def check(parser, args):
     if routed and len(args.entropy_weight) > experts:
         parser.error(f"--entropy-weight has {len(args.entropy_weight)} values for {experts} "
                      "experts")
-    dense_pixels = args.encoding == "dense" and "pixel" in args.objective
     if experts == 1 and dense_pixels and args.loss_weights != "uniform":
         parser.error("--experts 1: with --encoding dense, expert 1 weights the pixel loss, so "
                      "there must be 2")
@@ -182,7 +187,7 @@ def build_balance(args, student: Explore,
 
 def compile_step(args, machine: common.Machine, teacher: Teacher,
                  student: Explore):
-    """Compiles what a step calls, if asked to -> `explore_losses`"""
+    """Compiles the models in place, if asked to -> `explore_losses`, compiled too"""
     if not machine.compile:
         return explore_losses
     teacher.compile()
@@ -211,8 +216,9 @@ def main(args):
     balance = build_balance(args, student, machine)                         # w of Eq. 8
     objectives = args.objective.split("_")
     experts = 2 if args.loss_router else args.experts
-    lambdas = args.entropy_weight                                           # the last one counts
-    lambdas = lambdas + lambdas[-1:] * (experts - len(lambdas))             # for the rest
+    # the last lambda counts for the remaining experts
+    lambdas = args.entropy_weight
+    lambdas = lambdas + lambdas[-1:] * (experts - len(lambdas))
     entropy = EntropyWeights(lambdas, args.variation).to(machine.device)
     coupling = dict(objectives=objectives, loss_block=args.loss_block,      # Eq. 5 to 7
                     loss_weights=args.loss_weights, detach=args.detach,
@@ -270,7 +276,8 @@ def warn_of_collapse(line: dict):
     for name, value in line.items():
         if name.endswith("_ratio") and value < 0.2:
             warnings.warn(f"the router collapses: {name}, the ratio of weighted to unweighted "
-                          "loss, is below 0.2. A higher --entropy-weight keeps it near 1",
+                          "loss, is below 0.2. A higher --entropy-weight, or a lower "
+                          "--variation, keeps it near 1",
                           stacklevel=2)
 
 

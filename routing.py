@@ -105,7 +105,7 @@ def all_routers(checkpoint: dict, encoder: ViT) -> dict[int, Router]:
 
 def distillation(checkpoint: dict, encoder: ViT,
                  machine: common.Machine) -> tuple[nn.Linear, Teacher] | None:
-    """A pretraining checkpoint's head and teacher, or one line that says why there is none."""
+    """A pretraining checkpoint's head and teacher, or None, after printing why."""
     name = checkpoint["args"].get("teacher")
     weight = checkpoint["model"].get("head.weight")
     try:

@@ -61,7 +61,9 @@ class Log:
             start = time.perf_counter()
 
     def means(self, step: int) -> dict:
-        """A line for `step`. The one place where the host waits for the device."""
+        """A line for `step`. But for saving and evaluation, the host waits for the device here
+        alone.
+        """
         line = {}
         for name in dict.fromkeys(name for metrics in self.metrics for name in metrics):
             mean = torch.stack([metrics[name] for metrics in self.metrics if name in metrics])

@@ -1,4 +1,4 @@
-"""A set that is drawn on the fly, with labels and object masks: no download."""
+"""A data set drawn on the fly, with labels and object masks: no download."""
 
 import colorsys
 

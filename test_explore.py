@@ -829,6 +829,7 @@ def test_an_aimed_lambda_follows_means_of_ten_steps():
 
 def test_an_aimed_lambda_is_small_where_balance_is_negative_and_skips_what_is_not_finite():
     assert 0 < aimed((0.3, -0.05))[0] < 1e-3
+    assert aimed((math.nan, 0.1)) == [5.0, 5.0]
     assert aimed((0.3, 0.05), (math.nan, 0.1), (0.1, math.inf), (0.2, 0.05)) == (
         aimed((0.3, 0.05), (0.2, 0.05)))
 
@@ -1911,15 +1912,17 @@ def test_pretraining_equals_a_plain_loop(stage, monkeypatch, flags):
 
 
 @needs_loopback
-def test_two_processes_equal_a_plain_loop_over_the_images_of_both(stage, tmp_path):
-    """Each with a drop path of its own, one GradNorm and one aimed lambda for both."""
-    argv = stage("pretrain", ODD + "--micro-batch 2 --balance gradnorm --gradnorm-lr 0.3 "
-                                   "--variation 0.0005 --seed 10")
+@pytest.mark.parametrize("flags", (
+    "--balance gradnorm --gradnorm-lr 0.3", "--variation 0.0005 --seed 10"))
+def test_two_processes_equal_a_plain_loop_over_the_images_of_both(stage, flags, tmp_path):
+    """Each with a drop path of its own, and one GradNorm or aimed lambda for both."""
+    argv = stage("pretrain", ODD + "--micro-batch 2 " + flags)
     torchrun(2, "pretrain.py", *argv)
     plain = plain_pretraining(pretrain.parse_args(argv), world=2)
     state, log = read_run(tmp_path / "run")
     plain.equals(state, log)
-    assert torch.allclose(state["balance"]["first"], plain.first)
+    if "gradnorm" in flags:
+        assert torch.allclose(state["balance"]["first"], plain.first)
     expected = np.mean(plain.losses, 0)
     assert [log[-1]["token"], log[-1]["cls"]] == pytest.approx(expected, rel=1e-5)
     assert log[-1]["lambda"] == pytest.approx(np.mean(plain.lambdas, 0), rel=1e-3)
@@ -2106,7 +2109,8 @@ def test_evaluations_sum_over_all_processes():
 @pytest.mark.parametrize("name, flags, number", (
     ("pretrain", "--balance gradnorm --gradnorm-lr 0.2 --drop-path 0.2 --micro-batch 4",
      signal.SIGUSR1),
-    ("pretrain", "--balance rlw --variation 0.2", signal.SIGHUP), ("finetune", "", signal.SIGTERM),
+    ("pretrain", "--balance rlw", signal.SIGHUP), ("pretrain", "--variation 0.2", signal.SIGHUP),
+    ("finetune", "", signal.SIGTERM),
     ("ep", "", signal.SIGINT), ("segment", "", signal.SIGTERM)), ids=str)
 def test_a_run_stopped_by_a_signal_is_the_run_that_was_never_stopped(
         stage, monkeypatch, name, flags, number, capsys, tmp_path):
@@ -2610,6 +2614,9 @@ def test_compiled_training_follows_the_plain_curve(stage, monkeypatch, flags):
     ("--variation 0.1 --entropy-on combine", "--entropy-on needs a run without --variation"),
     ("--variation 0.1 --detach", "--detach needs a run without --variation"),
     ("--variation 0.1 --loss-weights uniform", "--variation needs --loss-weights dispatch"),
+    ("--variation 0.1 --balance gradnorm", "--variation needs --balance static"),
+    ("--variation 0.1 --objective token_pixel --encoding dense", "--variation needs --encoding"),
+    ("--variation 0.1 --loss-block 1 3", "--variation needs one --loss-block"),
     ("--balance gradnorm --cls-weight 1", "--cls-weight needs --balance static"),
     ("--objective token --cls-weight 1", "--cls-weight needs --balance static, and cls in"),
     ("--pixel-weight 2", "--pixel-weight needs --balance static, and pixel in --objective"),
@@ -2644,7 +2651,7 @@ def test_bad_flags_are_refused_by_name(capsys, stage, tmp_path, monkeypatch, fla
 @pytest.mark.parametrize("name, refused", (
     ("pretrain", "--epochs 0, --experts -1, --lr fast, --objective pixels, --clip-grad -1, "
      "--lr inf, --seed -1, --mask-ratio nan, --mask-ratio 0, --mask-ratio 1, --drop-path 1, "
-     "--betas 0.9 1, --entropy-weight nan, --cls-weight nan, --gradnorm-lr -1, "
+     "--betas 0.9 1, --entropy-weight nan, --variation 0, --gradnorm-lr -1, "
      "--seed 1234567890123, --workers -1, --micro-batch 0, --loss-block -1"),
     ("finetune", "--expert-dropout 1.5, --layer-decay 0, --layer-decay 1.1, --weight-decay nan, "
      "--model vit_base, --patch-size 16"),
