@@ -999,6 +999,17 @@ def test_a_digest_tells_weights_apart_but_not_resized_positions():
     assert checkpoint.digest_weights(encoder) != before
 
 
+@pytest.mark.parametrize("vit", (
+    dict(experts=3, moe_blocks=[0, 2]), dict(image_size=48, patch_size=12), dict(depth=2)), ids=str)
+def test_a_checkpoint_rebuilds_the_encoder_that_it_is_of(tmp_path, vit):
+    images = torch.rand(2, 3, vit.get("image_size", 32), vit.get("image_size", 32))
+    torch.manual_seed(1)
+    encoder = nano(**vit).eval()
+    torch.manual_seed(1)
+    loaded = checkpoint.load_encoder(write_checkpoint(tmp_path / "e.pt", **vit)).eval()
+    assert torch.equal(loaded(images)[0], encoder(images)[0])
+
+
 # ------------------------------------------------------------------------------ teacher
 
 @pytest.fixture(scope="session")
