@@ -37,7 +37,7 @@ COLUMNS = [("knn", "k-NN", 1, True), ("linear", "linear", 1, True), ("ep", "EP",
            ("variation", "variation", 3, False), ("cls", "[CLS]", 3, False),
            ("silhouette", "silhouette", 3, False), ("foreground", "foreground", 2, False)]
 ORDER = ("none", "uniform", "detached", "coupled", "aimed", "combine", "router", "expert",
-         "token", "long", "earlier")      # of rows
+         "token", "long")      # of rows
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -155,7 +155,7 @@ def by_row(rows: list[dict], key: str) -> dict[str, dict[int, float]]:
 
 
 def reference(name: str) -> str:
-    kinds = (f"{kind}-uniform" for kind in ("token", "long", "earlier") if name.startswith(kind))
+    kinds = (f"{kind}-uniform" for kind in ("token", "long") if name.startswith(kind))
     return next(kinds, "uniform")
 
 
