@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 from torchvision.utils import make_grid
 
@@ -24,7 +24,7 @@ import common
 import data
 from checkpoint import LoadError, digest_weights, load_checkpoint, load_encoder
 from losses import dispatch_entropy, token_loss, variation
-from model import Router, ViT
+from model import Explore, Router
 from run import plain
 from teacher import Teacher, build_teacher
 
@@ -32,7 +32,7 @@ from teacher import Teacher, build_teacher
 COLORS = ((0.23, 0.30, 0.75), (0.55, 0.69, 1.00), (0.87, 0.87, 0.87), (0.96, 0.60, 0.48),
           (0.71, 0.02, 0.15))
 IMAGES = 6                            # of heatmaps.png
-EXPERTS = 8                           # at most
+EXPERTS = 8                           # in pictures and in print: the first ones
 TILE, GAP, MARGIN = 112, 4, 84        # pixels
 TOKENS = 10_000                       # drawn for silhouette and correlation
 
@@ -92,68 +92,61 @@ def roc_auc(score: Tensor, positive: Tensor) -> float:
     return (below.double().mean() / (2 * len(outside))).item()
 
 
-def all_routers(checkpoint: dict, encoder: ViT) -> dict[int, Router]:
-    """Of each MoE block, and the loss router's, under the number after the last block's."""
-    routers = {i: encoder.blocks[i].mlp for i in encoder.moe_blocks}
-    weights = {name: checkpoint["model"].get(f"loss_router.{name}") for name in ("phi", "scale")}
-    if weights["phi"] is not None:
-        router = Router(*weights["phi"].shape).to(encoder.pos_embed.device)
-        router.load_state_dict(weights)
-        routers[len(encoder.blocks)] = router
-    return routers
+def load_student(checkpoint: dict) -> Explore:
+    """The student of a checkpoint; from another stage's, its encoder is what counts."""
+    encoder = load_encoder(checkpoint)
+    state = checkpoint["model"]
+    head = state.get("head.weight", torch.empty(1, encoder.dim))
+    student = Explore(encoder, len(head), mask_ratio=0, loss_router="loss_router.phi" in state)
+    student.load_state_dict(state, strict=False)
+    return student.eval()
 
 
-def distillation(checkpoint: dict, encoder: ViT,
-                 machine: common.Machine) -> tuple[nn.Linear, Teacher] | None:
-    """A pretraining checkpoint's head and teacher, or None, after printing why."""
+def find_teacher(checkpoint: dict, grid: int) -> Teacher | None:
+    """A pretraining checkpoint's teacher, or None, after printing why."""
     name = checkpoint["args"].get("teacher")
-    weight = checkpoint["model"].get("head.weight")
     try:
-        if not name or weight is None:
+        if not name:
             raise LoadError("it is not a pretraining checkpoint")
-        teacher = build_teacher(name, encoder.grid)
+        teacher = build_teacher(name, grid)
         digest = digest_weights(teacher)
         if checkpoint.get("sources", {}).get("teacher", digest) != digest:
             raise LoadError(f"the weights of {name} have changed")
+        return teacher
     except LoadError as error:
         print(f"{checkpoint['path']}: no correlation with the distillation loss: {error}")
         return None
-    teacher.to(machine.device, machine.amp)
-    head = nn.Linear(weight.shape[1], weight.shape[0]).to(machine.device)
-    head.load_state_dict({"weight": weight, "bias": checkpoint["model"]["head.bias"]})
-    return head, teacher
 
 
 @torch.no_grad()
-def observe(encoder: ViT, routers: dict[int, Router], distilled, batches, drawn: Tensor,
-            machine: common.Machine) -> tuple[dict[int, list[Tensor]], Tensor | None]:
-    """What happens to M images, of which `drawn` bool [M, T] names some tokens.
+def observe(student: Explore, teacher: Teacher | None, routers: dict[int, Router], batches,
+            drawn: Tensor, machine: common.Machine
+            ) -> tuple[dict[int, list[Tensor]], Tensor | None]:
+    """What happens to M whole images, of which `drawn` bool [M, T] names some tokens.
 
     -> ({block: [the drawn tokens that enter it [M', D], dispatch, combine [M, T, E]]},
-    token losses [M, N], or None without `distilled`, a head and a teacher)
+    token losses [M, N], or None without a teacher)
     """
-    last = len(encoder.blocks)
     seen = {i: [] for i in routers}
     losses = []
     for batch in batches:
         pixels = batch["image"] / 255
         sample, drawn = drawn[:len(pixels)], drawn[len(pixels):]
-        entering = {}
         routing = {}
         with machine.autocast():
-            x = encoder.embed(data.normalize(pixels))
-            for i, block in enumerate(encoder.blocks):
-                entering[i] = x
-                x, routing[i] = block(x)
-            entering[last] = encoder.norm(x)
-        if last in routers:      # the loss router sees the final tokens
-            routing[last] = routers[last].route(entering[last])
+            entering = [student.encoder.embed(data.normalize(pixels))]
+            for i, block in enumerate(student.encoder.blocks):
+                x, routing[i] = block(entering[i])
+                entering.append(x)
+            tokens = student.encoder.norm(x)
+        if student.loss_router:      # which sees the final tokens
+            entering[-1] = tokens
+            routing[len(entering) - 1] = student.loss_router.route(tokens)
         for i, parts in seen.items():
-            tokens = entering[i].cpu().float()[sample]
-            parts.append((tokens, routing[i].dispatch.cpu(), routing[i].combine.cpu()))
-        if distilled:
-            head, teacher = distilled
-            predicted = head(entering[last])[:, 1:].float()
+            some = entering[i].cpu().float()[sample]
+            parts.append((some, routing[i].dispatch.cpu(), routing[i].combine.cpu()))
+        if teacher:
+            predicted = student.head(tokens)[:, 1:].float()
             losses.append(token_loss(predicted, teacher(pixels)[:, 1:].float()).cpu())
     seen = {i: [torch.cat(x) for x in zip(*parts)] for i, parts in seen.items()}
     return seen, torch.cat(losses) if losses else None
@@ -162,19 +155,21 @@ def observe(encoder: ViT, routers: dict[int, Router], distilled, batches, drawn:
 def describe(router: Router, tokens: Tensor, dispatch: Tensor, combine: Tensor,
              drawn: Tensor) -> dict:
     """A row of routing.json: one block's numbers, the lists by expert; see `observe`."""
-    usage = combine.mean((0, 1))
     return {"silhouette": silhouette(tokens, dispatch[drawn].argmax(1)),
             "scale": router.scale.item(), "entropy": dispatch_entropy(dispatch).tolist(),
             "dispatch_cv": variation(dispatch[:, 1:]).tolist(),
-            "cls_share": dispatch[:, 0].mean(0).tolist(), "usage": usage.tolist(),
-            "shown": most_and_least(usage)}
+            "cls_share": dispatch[:, 0].mean(0).tolist(),
+            "usage": combine.mean((0, 1)).tolist()}
 
 
 def measure(path: str, args, machine: common.Machine) -> tuple[dict, dict]:
     """One checkpoint -> (numbers for routing.json, tensors for the pictures)"""
     checkpoint = load_checkpoint(path)
-    encoder = load_encoder(checkpoint).to(machine.device).eval()
-    routers = all_routers(checkpoint, encoder)
+    student = load_student(checkpoint).to(machine.device)
+    encoder = student.encoder
+    routers = {i: encoder.blocks[i].mlp for i in encoder.moe_blocks}
+    if student.loss_router:
+        routers[len(encoder.blocks)] = student.loss_router
     if not routers:
         raise common.UserError(f"{path} has no experts: there is no routing to show")
     block = args.block
@@ -183,28 +178,29 @@ def measure(path: str, args, machine: common.Machine) -> tuple[dict, dict]:
     if block not in routers:
         raise common.UserError(f"--block {block} has no experts: the MoE blocks are "
                                f"{' '.join(map(str, routers))}")
+    teacher = find_teacher(checkpoint, encoder.grid)
+    if teacher:
+        teacher.to(machine.device, machine.amp)
 
     size = encoder.config["image_size"]
     images = data.open_images(args.data, "val", size, labels=False)
     views = data.CenterViews(images, size)
     rng = np.random.default_rng(args.seed)
     chosen = rng.permutation(len(images))[:args.images].tolist()
-    count = len(chosen) * (1 + encoder.grid ** 2)
-    drawn = rng.random((len(chosen), 1 + encoder.grid ** 2)) < TOKENS / count
-    drawn = torch.from_numpy(drawn)                                                  # [M, T]
+    drawn = torch.from_numpy(rng.random((len(chosen), 1 + encoder.grid ** 2)))       # [M, T]
+    drawn = drawn < TOKENS / drawn.numel()
     order = [rows.tolist() for rows in torch.tensor(chosen).split(args.batch_size)]
-    seen, losses = observe(encoder, routers, distillation(checkpoint, encoder, machine),
-                           data.load(views, order, machine), drawn, machine)
+    seen, losses = observe(student, teacher, routers, data.load(views, order, machine), drawn,
+                           machine)
 
     rows = [{"block": i} | describe(router, *seen[i], drawn) for i, router in routers.items()]
     weights = seen[block][1][:, 1:] * drawn.shape[1]         # in units of the uniform weight
     numbers = {"checkpoint": str(path), "block": block, "images": len(chosen),
                "name": f"{Path(path).resolve().parent.name}/{Path(path).stem}",
-               "tokens": int(drawn.sum()), "blocks": rows,
-               "shown": next(row["shown"] for row in rows if row["block"] == block)}
+               "tokens": int(drawn.sum()), "blocks": rows}
     pixels = torch.stack([views[i]["image"] for i in chosen[:IMAGES]]) / 255
     tensors = {"pixels": pixels, "weights": weights[:IMAGES]}
-    if losses is not None:      # of the drawn patches, by weight and by loss
+    if teacher:      # of the drawn patches, by weight and by loss
         some = drawn[:, 1:]
         points = torch.stack([weights[..., 0][some], losses[some]]).double()
         numbers["correlation"] = torch.corrcoef(points)[0, 1].item()
@@ -217,23 +213,15 @@ def measure(path: str, args, machine: common.Machine) -> tuple[dict, dict]:
     return numbers, tensors
 
 
-def most_and_least(usage: Tensor) -> list[int]:
-    """Experts to show: all, or where they are too many, the most and the least used. [E]"""
-    order = usage.argsort(descending=True).tolist()
-    half = EXPERTS // 2
-    return sorted(order if len(order) <= EXPERTS else order[:half] + order[-half:])
-
-
 def report(numbers: dict):
-    """Prints the numbers, in each row of the experts that are shown of it."""
+    """Prints the numbers, a line for each block, of the first experts."""
     print(f"\n{numbers['checkpoint']}: {numbers['images']} images, {numbers['tokens']} tokens")
-    of_block = {name: numbers[name] for name in ("block", "shown", "correlation", "foreground_auc")
+    of_block = {name: numbers[name] for name in ("block", "correlation", "foreground_auc")
                 if name in numbers}
     for row in (*numbers["blocks"], of_block):
-        shown = row["shown"]
-        values = {name: np.round(np.array(value)[shown] if isinstance(value, list) else value, 3)
-                  for name, value in row.items() if name != "shown"}
-        print("  ".join(f"{name} {value}" for name, value in values.items()))
+        print("  ".join(
+            f"{name} {np.round(value[:EXPERTS] if isinstance(value, list) else value, 3)}"
+            for name, value in row.items()))
 
 
 # ----------------------------------------------------------------------------- pictures
@@ -245,21 +233,22 @@ def colored(values: Tensor, low: float, high: float) -> Tensor:
     return torch.from_numpy(np.stack(channels, axis=-3)).float()
 
 
-def heatmaps(pixels: Tensor, models: list[tuple[str, Tensor, list[int]]]) -> Image.Image:
+def heatmaps(pixels: Tensor, models: list[tuple[str, Tensor]]) -> Image.Image:
     """A row of images, then one for each expert of each model: its weights over the image.
 
-    pixels [M, 3, S, S] in [0, 1]; of each model its name, weights [M, N, E] in units of the
-    uniform weight, and the experts to show. Colors span the 1st to the 99th percentile of a
-    model's weights, as the scale in the margin says: a few extreme patches would dull the rest.
+    pixels [M, 3, S, S] in [0, 1]; of each model its name and weights [M, N, E] in units of the
+    uniform weight. Colors span the 1st to the 99th percentile of a model's weights, as the scale
+    in the margin says: a few extreme patches would dull the rest.
     """
     images = F.interpolate(pixels, TILE, mode="bicubic", antialias=True).clamp(0, 1)
     rows, titles, scales = [images], ["image"], [None]
-    for name, weights, experts in models:
-        low, high = np.quantile(weights[..., experts], (0.01, 0.99))
+    for name, weights in models:
+        weights = weights[..., :EXPERTS]
+        low, high = np.quantile(weights, (0.01, 0.99))
         side = math.isqrt(weights.shape[1])
         scale = colored(torch.linspace(low, high, MARGIN - 12).expand(8, -1), low, high)
-        for expert in experts:
-            maps = colored(weights[..., expert].unflatten(1, (side, side)), low, high)
+        for expert, weight in enumerate(weights.unbind(2)):
+            maps = colored(weight.unflatten(1, (side, side)), low, high)
             rows.append(0.65 * F.interpolate(maps, TILE) + 0.35 * data.gray(images))
             title = f"{name}\nexpert {expert}\n\n{low:.2f} to {high:.2f}\nx uniform"
             titles.append(title.replace("/", "\n"))
@@ -284,17 +273,15 @@ def draw_blocks(models: list[dict], path: Path):
     titles = {"silhouette": "silhouette", "entropy": "dispatch entropy (nats)",
               "dispatch_cv": "coefficient of variation", "cls_share": "[CLS] share"}
     for style, numbers in zip(("-o", "--s"), models):
+        rows = numbers["blocks"]
+        experts = max(len(row["usage"]) for row in rows)
         for axis, (name, title) in zip(axes, titles.items()):
-            blocks = [row["block"] for row in numbers["blocks"]]
-            axis.set(title=title, xlabel="block", xticks=blocks)
-            if name == "silhouette":      # of no expert
-                values = [row[name] for row in numbers["blocks"]]
-                axis.plot(blocks, values, style, color="black")
-                continue
-            for expert in numbers["shown"]:      # which a loss router, or a block, may lack
-                points = [(row["block"], row[name][expert]) for row in numbers["blocks"]
-                          if expert < len(row[name])]
-                axis.plot(*zip(*points), style, label=f"{numbers['name']}, expert {expert}")
+            axis.set(title=title, xlabel="block", xticks=[row["block"] for row in rows])
+            for expert in range(min(experts, EXPERTS)):      # a silhouette has one value
+                points = [(row["block"], np.atleast_1d(row[name])[expert]) for row in rows
+                          if expert < np.size(row[name])]
+                label = f"{numbers['name']}, expert {expert}"
+                axis.plot(*np.array(points).reshape(-1, 2).T, style, label=label)
     axes[1].legend(fontsize=7)
     figure.savefig(path, dpi=90)
 
@@ -321,8 +308,7 @@ def main(args) -> list[dict]:
     out = Path(args.out or Path(args.checkpoints[0]).parent)
     out.mkdir(parents=True, exist_ok=True)
     models, tensors = zip(*(measure(path, args, machine) for path in args.checkpoints))
-    rows = [(numbers["name"], each["weights"], numbers["shown"])
-            for numbers, each in zip(models, tensors)]
+    rows = [(numbers["name"], each["weights"]) for numbers, each in zip(models, tensors)]
     heatmaps(tensors[0]["pixels"], rows).save(out / "heatmaps.png")
     (out / "routing.json").write_text(json.dumps(plain(models), indent=1) + "\n")
     for numbers in models:
