@@ -79,14 +79,16 @@ class GradNorm(FixedWeights):
 class EntropyWeights(nn.Module):
     """lambda [E] of Eq. 7: fixed or, beyond the paper, aimed at a `variation` of weights.
 
+    Of `weights`, the last counts for the remaining experts.
     A router settles where `losses.router_balance` is lambda. The balance falls as the weights
     of expert 0 vary more, their product stays: so lambda is measured variation times balance
     over the wanted variation, for all experts. Both are means of about ten steps.
     """
 
-    def __init__(self, weights: list[float], variation: float | None = None):
+    def __init__(self, weights: list[float], experts: int, variation: float | None = None):
         super().__init__()
-        self.register_buffer("weights", torch.tensor(weights))
+        weights = weights + weights[-1:] * (experts - len(weights))
+        self.register_buffer("weights", torch.tensor(weights))      # [E]
         self.register_buffer("means", torch.zeros(2))      # of variation and balance
         self.register_buffer("steps", torch.zeros(()))
         self.variation = variation

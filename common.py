@@ -121,7 +121,8 @@ def make_parser(doc: str, batch_size: int,
                  "cores, at most 16)"),
         "--amp": dict(
             choices=("fp16", "bf16", "off"), default="fp16",
-            help="precision of matrix products; without CUDA, fp16 becomes off"),
+            help="precision of matrix products; without CUDA, fp16 becomes off, and bf16 "
+                 "is for CPUs that have units for it"),
         "--compile": dict(
             action=argparse.BooleanOptionalAction,
             help="torch.compile: slower to start, faster steps (default: on CUDA)"),
@@ -216,9 +217,6 @@ class Machine:
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         cuda = torch.cuda.is_available()
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        if cuda and local_rank >= torch.cuda.device_count():
-            raise LocalError(f"process {local_rank} of this machine has no GPU: there are "
-                             f"{torch.cuda.device_count()}, counted from 0")
         self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(self.device)
@@ -226,9 +224,6 @@ class Machine:
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
 
         amp = args.amp if cuda or args.amp != "fp16" else "off"
-        if amp != args.amp and self.rank == 0:      # bf16 is slow on CPUs without units for it
-            print("no CUDA: --amp fp16 becomes off (float32); --amp bf16 is for CPUs with bf16 "
-                  "units")
         self.amp = {"fp16": torch.float16, "bf16": torch.bfloat16, "off": None}[amp]
         self.scaler = torch.amp.GradScaler(self.device.type,
                                            init_scale=2.0 ** 16 if amp == "fp16" else 1.0)
@@ -318,8 +313,6 @@ def make_plan(args: argparse.Namespace, world: int, images: int) -> Plan:
     if share % micro_batch:
         raise UserError(f"--micro-batch {micro_batch} does not divide {share}, each process's "
                         f"share of --batch-size {args.batch_size}")
-    if args.min_lr > args.lr:
-        raise UserError(f"--min-lr {args.min_lr} is above --lr {args.lr}")
     epoch_steps = images // args.batch_size
     unit, unit_steps = ("epochs", epoch_steps) if "epochs" in args else ("iterations", 1)
     length = getattr(args, unit)

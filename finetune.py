@@ -160,8 +160,8 @@ def fit(args, machine: common.Machine, encoder: ViT, model: nn.Module,
     batches = run.batches(views)
 
     for step in run.steps():
-        rate = common.learning_rate(step, plan, args.lr, args.min_lr, linear)
-        common.set_rate(optimizer, rate)
+        common.set_rate(
+            optimizer, common.learning_rate(step, plan, args.lr, args.min_lr, linear))
         common.seed_everything(args.seed, step, machine.rank)      # drop path, ExD, mixup
 
         for micro_step in range(1, plan.micro_steps + 1):

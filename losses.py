@@ -27,8 +27,7 @@ def cls_loss(pred: Tensor, target: Tensor) -> Tensor:
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
     """images [B, 3, H, W] -> [B, N, P], P = 3 * patch_size ** 2 as (channel, y, x)"""
-    patches = F.pixel_unshuffle(images, patch_size).flatten(2)
-    return patches.transpose(1, 2).contiguous()
+    return F.pixel_unshuffle(images, patch_size).flatten(2).transpose(1, 2).contiguous()
 
 
 def pixel_loss(pred: Tensor, images: Tensor, patch_size: int) -> Tensor:

@@ -116,15 +116,12 @@ def check(parser, args):
     """Validates flag combinations."""
     patches = (args.image_size // args.patch_size) ** 2
     masked = int(args.mask_ratio * patches)
-    if args.image_size % args.patch_size:
-        parser.error(f"--image-size {args.image_size} is not a multiple of --patch-size "
-                     f"{args.patch_size}")
-    if not 0 < masked < patches:
-        parser.error(f"--mask-ratio {args.mask_ratio} masks {masked} of {patches} patches: at "
-                     "least one must be masked and one visible")
     static = args.balance == "static"
     dense_pixels = args.encoding == "dense" and "pixel" in args.objective
     routed = args.experts or args.loss_router
+    experts = 2 if args.loss_router else args.experts
+    depth = PRESETS[args.model]["depth"]
+    blocks = args.moe_blocks or list(range(1, depth, 2))
     for met, needs, names in (      # flags that would have no effect
             (args.experts, "--experts above 0", "moe_blocks loss_block"),
             (not args.loss_router, "a run without --loss-router", "loss_block"),
@@ -146,20 +143,24 @@ def check(parser, args):
         for name in names.split():
             if not met and getattr(args, name) != parser.get_default(name):
                 parser.error(f"{common.flag(name)} needs {needs}")
-    experts = 2 if args.loss_router else args.experts
-    if routed and len(args.entropy_weight) > experts:
-        parser.error(f"--entropy-weight has {len(args.entropy_weight)} values for {experts} "
-                     "experts")
-    if experts == 1 and dense_pixels and args.loss_weights != "uniform":
-        parser.error("--experts 1: with --encoding dense, expert 1 weights the pixel loss, so "
-                     "there must be 2")
-    depth = PRESETS[args.model]["depth"]
-    blocks = args.moe_blocks or list(range(1, depth, 2))
-    if unexpected := set(blocks) - set(range(depth)):
-        parser.error(f"--moe-blocks {min(unexpected)}: {args.model} has blocks 0 to {depth - 1}")
-    if unexpected := set(args.loss_block or []) - set(blocks):
-        parser.error(f"--loss-block {min(unexpected)} has no experts: the MoE blocks are "
-                     f"{' '.join(map(str, blocks))}")
+    for wrong, message in (
+            (args.image_size % args.patch_size,
+             f"--image-size {args.image_size} is not a multiple of --patch-size "
+             f"{args.patch_size}"),
+            (not 0 < masked < patches,
+             f"--mask-ratio {args.mask_ratio} masks {masked} of {patches} patches: at least one "
+             "must be masked and one visible"),
+            (routed and len(args.entropy_weight) > experts,
+             f"--entropy-weight has {len(args.entropy_weight)} values for {experts} experts"),
+            (experts == 1 and dense_pixels and args.loss_weights != "uniform",
+             "--experts 1: with --encoding dense, expert 1 weights the pixel loss, so there must "
+             "be 2"),
+            (max(blocks) >= depth,
+             f"--moe-blocks {max(blocks)}: {args.model} has blocks 0 to {depth - 1}"),
+            (set(args.loss_block or []) - set(blocks),
+             f"--loss-block {args.loss_block}: the MoE blocks are {blocks}")):
+        if wrong:
+            parser.error(message)
 
 
 def build_student(args, teacher_dim: int) -> Explore:
@@ -216,10 +217,7 @@ def main(args):
     balance = build_balance(args, student, machine)                         # w of Eq. 8
     objectives = args.objective.split("_")
     experts = 2 if args.loss_router else args.experts
-    # the last lambda counts for the remaining experts
-    lambdas = args.entropy_weight
-    lambdas = lambdas + lambdas[-1:] * (experts - len(lambdas))
-    entropy = EntropyWeights(lambdas, args.variation).to(machine.device)
+    entropy = EntropyWeights(args.entropy_weight, experts, args.variation).to(machine.device)
     coupling = dict(objectives=objectives, loss_block=args.loss_block,      # Eq. 5 to 7
                     loss_weights=args.loss_weights, detach=args.detach,
                     entropy_weights=entropy.weights, entropy_on=args.entropy_on,
@@ -235,8 +233,8 @@ def main(args):
     compute_losses = compile_step(args, machine, teacher, student)
     model = machine.parallel(student).train()
     routers = [module for module in student.modules() if isinstance(module, Router)]
-    views = data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio)
-    batches = run.batches(views)
+    batches = run.batches(
+        data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio))
 
     for step in run.steps():
         common.set_rate(optimizer, common.learning_rate(step, plan, args.lr, args.min_lr))

@@ -8,14 +8,13 @@ import contextlib
 import itertools
 import json
 import os
-import resource
 import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 import data
@@ -39,9 +38,7 @@ class Log:
             lines = path.read_text().splitlines(keepends=True)
             kept = [line for line in lines
                     if line.endswith("\n") and json.loads(line)["step"] <= step]
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(kept))
-            temporary.replace(path)
+            path.write_text("".join(kept))
 
     def restart(self, step: int):
         """After `step`; evaluation and saving do not count as training."""
@@ -71,12 +68,8 @@ class Log:
             line[name] = mean.tolist()
         steps = step - self.step
         seconds = time.perf_counter() - self.since
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak *= 1 if sys.platform == "darwin" else 1024
-        if self.machine.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated()
         return line | {"step": step, "skipped": round(line["skipped"] * steps),
-                       "memory_gib": peak / 2 ** 30,
+                       "memory_gib": torch.cuda.max_memory_allocated() / 2 ** 30,
                        "images_per_second": self.batch_size * steps / seconds,
                        "loader_wait": self.waited / seconds}
 
@@ -101,9 +94,6 @@ class Run:
         self.score = score
         self.shown = shown
         self.parts = parts | {"scaler": machine.scaler}
-        kinds = {type(module) for module in parts["model"].modules()}
-        if plan.micro_batch == 1 and kinds & {nn.BatchNorm1d, nn.BatchNorm2d}:
-            raise UserError("--micro-batch 1: BatchNorm needs at least 2 images")
         self.description = {"encoder": encoder, "args": vars(args), "sources": sources}
         self.best, self.line, self.skipped, self.signals = {}, {}, 0, []
         self.saved_at = time.monotonic()
@@ -168,13 +158,11 @@ class Run:
     def batches(self, views):
         """The micro-batches of the steps to do; --repeat-batch: those of step 0, repeatedly."""
         args, machine, plan = self.args, self.machine, self.plan
-        first = 0 if args.repeat_batch else self.first
+        first, last = (0, 1) if args.repeat_batch else (self.first, self.last)
         order = data.train_order(len(views), args.batch_size, plan.micro_batch, args.seed,
-                                 first, self.last, machine.rank, machine.world)
-        if args.repeat_batch:
-            order = itertools.islice(order, plan.micro_steps)
-            return itertools.cycle(list(data.load(views, order, machine)))
-        return self.log.waiting(data.load(views, order, machine))
+                                 first, last, machine.rank, machine.world)
+        batches = data.load(views, order, machine)
+        return itertools.cycle(list(batches)) if args.repeat_batch else self.log.waiting(batches)
 
     def steps(self):
         """Yields the steps to do, with a progress bar."""
@@ -267,7 +255,7 @@ class Run:
         parts = [f"step {self.last} of {self.plan.steps}"]
         if self.line:
             parts.append("{images_per_second:.0f} images/s, {loader_wait:.0%} of the time "
-                         "waiting for them, {memory_gib:.1f} GiB".format(**self.line))
+                         "waiting for them, {memory_gib:.1f} GiB on the GPU".format(**self.line))
         if self.best:
             scores = [f"{name} {value:.2f}%" for name, value in self.best.items()]
             parts.append("best " + ", ".join(scores))

@@ -250,17 +250,13 @@ def sliding_window(model, images: Tensor, crop: int, stride: int) -> Tensor:
                       for i in range(math.ceil((size - crop) / stride) + 1)]
                      for size in (height, width))
     corners = [(y, x) for y in rows for x in columns]
-    total = None
-    count = images.new_zeros(1, 1, height, width)
-    for at in range(0, len(corners), 8):
-        some = corners[at:at + 8]
-        crops = [images[:, :, y:y + crop, x:x + crop] for y, x in some]
-        windows = model(torch.cat(crops)).float()
-        if total is None:
-            total = windows.new_zeros(1, windows.shape[1], height, width)
-        for (y, x), window in zip(some, windows):
-            total[0, :, y:y + crop, x:x + crop] += window
-            count[:, :, y:y + crop, x:x + crop] += 1
+    crops = [images[:, :, y:y + crop, x:x + crop] for y, x in corners]
+    windows = model(torch.cat(crops)).float()
+    total = windows.new_zeros(1, windows.shape[1], height, width)
+    count = windows.new_zeros(1, 1, height, width)
+    for (y, x), window in zip(corners, windows):
+        total[:, :, y:y + crop, x:x + crop] += window
+        count[:, :, y:y + crop, x:x + crop] += 1
     return total / count
 
 

@@ -73,15 +73,10 @@ class TimmTeacher(Teacher):
 
     def __init__(self, name: str, grid: int):
         import timm
-        model, _, weights = name.partition("/")
-        if weights not in ("", "random"):
-            raise ValueError(f"{weights} is not a choice of weights: give timm/NAME or "
-                             "timm/NAME/random")
-        vit = timm.create_model(model, pretrained=weights != "random", num_classes=0)
+        model = name.removesuffix("/random")
+        vit = timm.create_model(model, pretrained=model == name, num_classes=0)
         size = grid * vit.patch_embed.patch_size[0]
         vit.set_input_size(img_size=(size, size))
-        if vit.patch_embed.num_patches != grid ** 2:      # a hybrid: convolutions come first
-            raise ValueError(f"its grid cannot be {grid} x {grid}")
         config = timm.data.resolve_model_data_config(vit)
         super().__init__(size, vit.num_features, config["mean"], config["std"])
         self.vit = vit
