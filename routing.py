@@ -97,7 +97,7 @@ def load_student(checkpoint: dict) -> Explore:
     encoder = load_encoder(checkpoint)
     state = checkpoint["model"]
     head = state.get("head.weight", torch.empty(1, encoder.dim))
-    student = Explore(encoder, len(head), mask_ratio=0, loss_router="loss_router.phi" in state)
+    student = Explore(encoder, len(head), loss_router="loss_router.phi" in state)
     student.load_state_dict(state, strict=False)
     return student.eval()
 

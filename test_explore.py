@@ -389,13 +389,10 @@ def test_the_loss_router_teaches_the_encoder_too():
     assert student.encoder.blocks[0].attn.qkv.weight.grad.any()
 
 
-def test_drop_path_rises_with_depth():
+def test_drop_path_rises_with_depth_drops_branches_and_keeps_the_expectation():
     vit = nano(drop_path=0.3)
     assert [round(block.drop_path.p, 6) for block in vit.blocks] == [0, 0.1, 0.2, 0.3]
-
-
-def test_drop_path_drops_an_images_branches_and_keeps_the_expectation():
-    block = nano(drop_path=0.3).blocks[3]
+    block = vit.blocks[3]
     kept = block.drop_path(torch.ones(4000, 2, 3))
     assert kept.unique().tolist() == pytest.approx([0, 1 / (1 - 0.3)])
     assert (kept == kept[:, :1, :1]).all()
@@ -416,18 +413,6 @@ def test_parameters_and_macs_are_those_of_the_paper(experts, millions, gigamacs)
     assert vit.moe_blocks == ([1, 3, 5, 7, 9, 11] if experts else [])
     if gigamacs:
         assert model.encoder_macs(vit) / 1e9 == pytest.approx(gigamacs, abs=0.005)
-
-
-@pytest.mark.parametrize("experts", (0, 2, 64))
-def test_macs_are_those_of_pytorchs_counter(experts):
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
-    vit = nano(experts=experts)
-    x = torch.rand(1, 17, 96)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        for block in vit.blocks:
-            x, _ = block(x)
-    assert counter.get_total_flops() == 2 * model.encoder_macs(vit, tokens=17)
 
 
 def test_encoder_is_timms_both_ways():
@@ -529,14 +514,6 @@ def test_pixel_loss_is_the_mean_over_pixels_of_equation_3():
         assert torch.allclose(losses.pixel_loss(pred, images, 8)[b, i], expected)
 
 
-def test_routed_mean_is_equation_5():
-    loss = rand(3, 6)
-    weight = rand(3, 6)
-    images = [(w * x).sum() / w.sum() for w, x in zip(weight, loss)]      # within each image
-    expected = sum(images).item() / 3
-    assert losses.routed_mean(loss, weight).item() == pytest.approx(expected, rel=1e-12)
-
-
 def test_routed_losses_teach_the_router_to_leave_hard_patches():
     weight = torch.full((1, 3), 1 / 3, requires_grad=True)
     losses.routed_mean(torch.tensor([[0.1, 0.5, 0.9]]), weight).backward()
@@ -544,10 +521,7 @@ def test_routed_losses_teach_the_router_to_leave_hard_patches():
     assert abs(weight.grad[0, 1]) < 1e-6
 
 
-def test_dispatch_entropy_is_equation_6():
-    dispatch = randn(3, 7, 2).softmax(1)
-    expected = -(dispatch * dispatch.log()).sum(1).mean(0)
-    assert torch.allclose(losses.dispatch_entropy(dispatch), expected)
+def test_the_entropy_of_uniform_dispatch_is_the_logarithm_of_119():
     uniform = torch.full((1, 119, 1), 1 / 119)
     assert losses.dispatch_entropy(uniform).item() == pytest.approx(4.779, abs=5e-4)
 
@@ -558,12 +532,6 @@ def test_the_entropy_of_one_token_is_0_and_has_a_gradient():
     entropy.backward()
     assert entropy.item() == 0
     assert point.grad.isfinite().all()
-
-
-def test_variation_is_deviation_over_mean():
-    dispatch = randn(3, 7, 2).softmax(1)
-    expected = (dispatch.numpy().std(1) / dispatch.numpy().mean(1)).mean(0)
-    assert losses.variation(dispatch).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("dense", (False, True))
@@ -604,15 +572,6 @@ def test_a_router_at_balance_has_no_reason_to_change_its_scale():
         total, _ = couple(case, ("token",))
         without, = torch.autograd.grad(total, router.scale)
         assert abs(at_balance) < 0.1 * abs(without)
-
-
-def test_importance_is_on_combine_weights_for_dispatch_weights_have_equal_totals():
-    dispatch = randn(3, 7, 4).softmax(1)
-    assert losses.importance_loss(dispatch).item() == pytest.approx(0, abs=1e-20)
-    total = np.array([1.0, 2.0, 5.0])
-    expected = total.var() / total.mean() ** 2
-    found = losses.importance_loss(torch.tensor(total)[None, None])
-    assert found.item() == pytest.approx(expected)
 
 
 def plain_losses(pred, targets, images, mask, objectives, loss_block, loss_weights="dispatch",
@@ -810,12 +769,7 @@ def aimed(*pairs, variation=0.1):
 
 
 def test_an_aimed_lambda_is_variation_times_balance_over_the_wanted_variation():
-    assert aimed((0.3, 0.05)) == pytest.approx([0.15, 0.15])
-    assert aimed((0.3, 0.05), (0.3, 0.05), variation=0.5) == pytest.approx([0.03, 0.03])
-
-
-def test_an_aimed_lambda_follows_means_of_ten_steps():
-    mean = [0.0, 0.0]
+    mean = [0.0, 0.0]      # over ten steps
     pairs = np.random.default_rng(0).random((25, 2)).tolist()
     for step, pair in enumerate(pairs, start=1):
         share = max(0.1, 1 / step)      # the plain mean of the first ten
@@ -823,7 +777,7 @@ def test_an_aimed_lambda_follows_means_of_ten_steps():
         if step in (1, 2, 10, 25):
             expected = mean[0] * mean[1] / 0.1
             assert aimed(*pairs[:step]) == pytest.approx([expected] * 2, rel=1e-4)
-    assert aimed(*pairs[:10])[0] == pytest.approx(np.mean(pairs[:10], 0).prod() / 0.1, rel=1e-4)
+            assert aimed(*pairs[:step], variation=0.5)[1] == pytest.approx(expected / 5, rel=1e-4)
 
 
 def test_an_aimed_lambda_is_small_where_balance_is_negative_and_skips_what_is_not_finite():
@@ -831,10 +785,6 @@ def test_an_aimed_lambda_is_small_where_balance_is_negative_and_skips_what_is_no
     assert aimed((math.nan, 0.1)) == [5.0, 5.0]
     assert aimed((0.3, 0.05), (math.nan, 0.1), (0.1, math.inf), (0.2, 0.05)) == (
         aimed((0.3, 0.05), (0.2, 0.05)))
-
-
-def test_fixed_lambdas_stay():
-    assert aimed((0.3, 0.05), variation=None) == [5.0, 5.0]
 
 
 # ------------------------------------------------------ checkpoint: other people's weights
@@ -875,21 +825,6 @@ def test_heads_are_those_of_the_width_unless_the_file_says_them(tmp_path, width,
     assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
     assumed = f"{path}: took {heads} attention heads, as other ViTs of width {width}"
     assert capsys.readouterr().out.startswith(assumed) != said
-
-
-def test_a_width_without_known_heads_needs_to_say_them(tmp_path):
-    torch.save(timm_vit(embed_dim=128, num_heads=4).state_dict(), tmp_path / "timm.pt")
-    with pytest.raises(checkpoint.LoadError, match="width 128 has: save the file as {'model'"):
-        checkpoint.load_encoder(tmp_path / "timm.pt")
-
-
-def test_a_tensor_without_a_place_in_our_encoder_refuses_the_file_by_name(tmp_path):
-    """DINOv2's and timm's registers, DeiT's distillation token, CLIP's pre-norm."""
-    state = model.build_vit("vit_tiny", image_size=32).state_dict()
-    for name in ("register_tokens", "reg_token", "dist_token", "norm_pre.weight"):
-        torch.save(state | {name: torch.zeros(1)}, tmp_path / "x.pt")
-        with pytest.raises(checkpoint.LoadError, match=f"x.pt: .*Unexpected key.*{name}"):
-            checkpoint.load_encoder(tmp_path / "x.pt")
 
 
 def test_heads_and_decoders_are_left_out(tmp_path):
@@ -936,6 +871,9 @@ BIAS = "blocks.3.norm1.bias"
     (lambda vit: {"weight": torch.zeros(1)}, "timm-style ViT ('pos_embed')"),
     (lambda vit: {name: x for name, x in vit.items() if name != BIAS}, BIAS),
     (lambda vit: vit | {BIAS: torch.zeros(3)}, BIAS),
+    (lambda vit: vit | {"reg_token": torch.zeros(1)}, 'Unexpected key(s) in state_dict: "reg_'),
+    (lambda vit: vit | {"pos_embed": torch.zeros(1, 15, 192)}, "size mismatch for pos_embed"),
+    (lambda vit: nano().state_dict(), "width 96 has: save the file as {'model'"),
     (lambda vit: {"model": {"head.weight": torch.zeros(1)}, "encoder": nano().config, "args": {}},
      "x.pt holds a probe without its encoder; give")))
 def test_files_that_do_not_load_are_named_in_one_line(tmp_path, capsys, photos, content, expected):
@@ -947,11 +885,10 @@ def test_files_that_do_not_load_are_named_in_one_line(tmp_path, capsys, photos, 
     assert str(path) in error and expected in error and len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ("knn", "finetune", "linear", "segment", "routing"))
-def test_code_in_a_file_never_runs(tmp_path, capsys, photos, name, monkeypatch):
+def test_code_in_a_file_never_runs(tmp_path, capsys, photos, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("x.pt").write_bytes(b"cos\nmkdir\n(S'sprung'\ntR.")      # a pickle that makes a folder
-    assert "x.pt: not a PyTorch file" in refusal(capsys, name, "x.pt", "--data", photos)
+    assert "x.pt: not a PyTorch file" in refusal(capsys, "knn", "x.pt", "--data", photos)
     assert not Path("sprung").exists()
 
 
@@ -963,9 +900,8 @@ def test_position_embeddings_resize_to_another_grid_as_timms():
     assert checkpoint.resize_pos_embed(embed, 4) is embed
 
 
-@pytest.mark.parametrize("precision", (torch.float16, torch.bfloat16))
-def test_checkpoints_in_half_precision_load_on_another_grid(tmp_path, precision):
-    encoder = nano(dim=192).to(precision)
+def test_checkpoints_in_half_precision_load_on_another_grid(tmp_path):
+    encoder = nano(dim=192).to(torch.bfloat16)
     torch.save(encoder.state_dict(), tmp_path / "half.pt")
     loaded = checkpoint.load_encoder(tmp_path / "half.pt", grid=6)
     exact = checkpoint.resize_pos_embed(encoder.pos_embed.float(), 6)
@@ -979,14 +915,6 @@ def test_position_embeddings_without_one_for_cls_are_those_of_deit_3(tmp_path):
     ours = checkpoint.load_encoder(tmp_path / "deit3.pt").eval()
     images = torch.rand(1, 3, 64, 64)
     assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
-
-
-@pytest.mark.parametrize("grid", (None, 6))
-def test_position_embeddings_that_are_no_square_are_refused(tmp_path, grid):
-    state = timm_vit().state_dict() | {"pos_embed": torch.zeros(1, 15, 192)}
-    torch.save(state, tmp_path / "x.pt")
-    with pytest.raises(checkpoint.LoadError, match="x.pt: .*(pos_embed|unflatten)"):
-        checkpoint.load_encoder(tmp_path / "x.pt", grid=grid)
 
 
 def test_a_digest_tells_weights_apart_but_not_resized_positions():
@@ -1030,33 +958,14 @@ def pooled(teacher, images):
     return teacher.visual.ln_post(teacher(images)[:, 0]) @ teacher.visual.proj
 
 
-def test_a_clip_teacher_is_open_clips_own_forward(small_clips, tmp_path):
-    import open_clip
-    theirs = open_clip.create_model("small-16").eval()
-    for parameter in theirs.parameters():      # no bias is zero, no norm neutral
-        parameter.data.add_(0.1 * torch.randn_like(parameter))
-    torch.save(theirs.state_dict(), tmp_path / "weights.pt")
-    teacher = build_teacher(f"small-16/{tmp_path}/weights.pt", grid=4)
-    images = torch.rand(2, 3, 64, 64)
-    mean = (0.48145466, 0.4578275, 0.40821073)
-    std = (0.26862954, 0.26130258, 0.27577711)
-    assert teacher(images).shape == (2, 17, 64) and teacher.dim == 64
-    expected = theirs.visual(TF.normalize(images, mean, std))
-    assert torch.allclose(pooled(teacher, images), expected, atol=1e-5)
-
-
-def test_teachers_are_frozen_and_in_eval_mode(small_clips):
-    teacher = build_teacher("small-16/random", grid=4)
-    assert not any(p.requires_grad for p in teacher.parameters())
-    assert not teacher.training
-
-
 @pytest.fixture
 def quick_gelu(small_clips, tmp_path):
     """-> (a file of weights, images, what CLIP with QuickGELU makes of them)"""
     import open_clip
     path = str(tmp_path / "weights.pt")
     theirs = open_clip.create_model("small-16-quickgelu").eval()
+    for parameter in theirs.parameters():      # no bias is zero, no norm neutral
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
     torch.save(theirs.state_dict(), path)
     images = torch.rand(2, 3, 64, 64)
     mean = (0.48145466, 0.4578275, 0.40821073)
@@ -1064,12 +973,13 @@ def quick_gelu(small_clips, tmp_path):
     return path, images, theirs.visual(TF.normalize(images, mean, std))
 
 
-def test_a_file_has_quick_gelu_if_the_models_name_says_so(quick_gelu):
+def test_a_clip_teacher_is_open_clips_forward_with_quick_gelu_if_the_name_says_so(quick_gelu):
     path, images, expected = quick_gelu
     quick = build_teacher(f"small-16-quickgelu/{path}", grid=4)
     normal = build_teacher(f"small-16/{path}", grid=4)
-    assert torch.allclose(pooled(quick, images), expected, atol=1e-5)
-    assert not torch.allclose(pooled(normal, images), expected, atol=1e-4)
+    assert quick(images).shape == (2, 17, 64) and quick.dim == 64
+    assert torch.allclose(pooled(quick, images), expected, atol=1e-4)
+    assert not torch.allclose(pooled(normal, images), expected, atol=1e-2)
 
 
 def test_a_tag_has_quick_gelu_if_its_record_says_so(quick_gelu, monkeypatch):
@@ -1081,7 +991,7 @@ def test_a_tag_has_quick_gelu_if_its_record_says_so(quick_gelu, monkeypatch):
                             lambda name, tag: dict(url="", quick_gelu=True))
     monkeypatch.setattr(open_clip.factory, "download_pretrained", lambda *a, **k: path)
     teacher = build_teacher("small-16/tag", grid=4)
-    assert torch.allclose(pooled(teacher, images), expected, atol=1e-5)
+    assert torch.allclose(pooled(teacher, images), expected, atol=1e-4)
 
 
 def test_a_teacher_resizes_images_to_have_the_students_grid(small_clips):
@@ -1107,7 +1017,9 @@ def test_every_kind_of_teacher_works_in_every_precision(small_clips, tmp_path, k
     path = write_checkpoint(tmp_path / "x.pt", experts=3 if kind == "experts" else 0)
     name = kind if "/" in kind else path
     images = torch.rand(2, 3, 32, 32)
-    exact = build_teacher(name, grid=4)(images)
+    teacher = build_teacher(name, grid=4)
+    assert not any(p.requires_grad for p in teacher.parameters()) and not teacher.training
+    exact = teacher(images)
     if name == path:
         expected, _ = checkpoint.load_encoder(path).eval()(normalized(images))
         assert torch.equal(exact, expected)
@@ -1537,18 +1449,6 @@ def test_updates_are_skipped_and_counted_where_a_gradient_is_not_finite(amp, sca
 def test_a_scale_that_is_none_never_grows():
     scaler = common.Machine(pretrain.parse_args(["--amp", "off"])).scaler
     assert scaler.get_growth_factor() == 1.0
-
-
-@pytest.mark.parametrize("clip", (3.0, 0.0))
-def test_gradients_are_clipped(clip):
-    layer = nn.Linear(4, 4, bias=False)
-    optimizer = common.adamw(layer, 0.1, 0.05, (0.0, 0.95))
-    (100 * layer(torch.ones(1, 4)).sum()).backward()
-    scaler = common.Machine(pretrain.parse_args(["--amp", "off"])).scaler
-    scaler.scale(torch.zeros(()))
-    common.optimizer_step(optimizer, scaler, clip)
-    seen = optimizer.state[layer.weight]["exp_avg"].norm().item()
-    assert seen == pytest.approx(clip or 400, rel=1e-4)
 
 
 def test_gradients_of_several_processes_stay_views_of_their_buckets(monkeypatch):
