@@ -280,8 +280,9 @@ def draw_blocks(models: list[dict], path: Path):
             for expert in range(min(experts, EXPERTS)):      # a silhouette has one value
                 points = [(row["block"], np.atleast_1d(row[name])[expert]) for row in rows
                           if expert < np.size(row[name])]
-                label = f"{numbers['name']}, expert {expert}"
-                axis.plot(*np.array(points).reshape(-1, 2).T, style, label=label)
+                axis.plot(*np.array(points).reshape(-1, 2).T, style,
+                          color="black" if name == "silhouette" else f"C{expert}",
+                          label=f"{numbers['name']}, expert {expert}")
     axes[1].legend(fontsize=7)
     figure.savefig(path, dpi=90)
 
