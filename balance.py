@@ -79,10 +79,11 @@ class GradNorm(FixedWeights):
 class EntropyWeights(nn.Module):
     """lambda [E] of Eq. 7: fixed or, beyond the paper, aimed at a `variation` of weights.
 
-    Of `weights`, the last counts for the remaining experts.
     A router settles where `losses.router_balance` is lambda. The balance falls as the weights
     of expert 0 vary more, their product stays: so lambda is measured variation times balance
     over the wanted variation, for all experts. Both are means of about ten steps.
+
+    The last of `weights` counts for the remaining experts.
     """
 
     def __init__(self, weights: list[float], experts: int, variation: float | None = None):

@@ -83,7 +83,12 @@ class Folder(DatasetFolder):
                             "food101, shapes (sh demo.sh needs no images)") from error
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
-        return super().find_classes(os.path.join(os.path.dirname(directory), "train"))
+        root = os.path.dirname(directory)
+        classes, indices = super().find_classes(os.path.join(root, "train"))
+        if unexpected := set(super().find_classes(directory)[0]) - set(classes):
+            raise FileNotFoundError(f"class {min(unexpected)!r} of {directory} is not among "
+                                    "those of train/")
+        return classes, indices
 
     def names(self) -> list[str]:
         return [path[len(str(self.root)):] for path, _ in self.samples]
@@ -316,8 +321,8 @@ def gray(images: Tensor) -> Tensor:
 
 
 def normalize(images: Tensor) -> Tensor:
-    """Images [B, 3, H, W] in [0, 1] -> the student's input, in ImageNet's mean and standard
+    """Images [..., 3, H, W] in [0, 1] -> the student's input, in ImageNet's mean and standard
     deviation. Numbers, not tensors, for a copy to the device would make the host wait.
     """
-    channels = zip(images.unbind(1), IMAGENET_MEAN, IMAGENET_STD)
-    return torch.stack([(x - mean) / std for x, mean, std in channels], dim=1)
+    channels = zip(images.unbind(-3), IMAGENET_MEAN, IMAGENET_STD)
+    return torch.stack([(x - mean) / std for x, mean, std in channels], dim=-3)

@@ -1168,7 +1168,7 @@ def test_an_image_that_cannot_be_read_is_named_and_loaders_leave(stage, photos, 
 
 
 def test_classes_are_those_of_train(tmp_path):
-    for name in ("train/ant", "train/bee", "val/bee", "val/wasp"):
+    for name in ("train/ant", "train/bee", "val/bee"):
         (tmp_path / name).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / name / "x.png")
     val = data.Folder(str(tmp_path), "val")
@@ -1179,6 +1179,11 @@ def test_folders_that_do_not_fit_are_named(capsys, stage, tmp_path):
     argv = stage("finetune", "", "--data", str(tmp_path))
     (tmp_path / "train" / "ant").mkdir(parents=True)
     assert f"no image in {tmp_path / 'train'}" in refusal(capsys, "finetune", *argv)
+    for name in ("train/ant", "val/wasp"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / name / "x.png")
+    error = refusal(capsys, "finetune", *argv)
+    assert f"class 'wasp' of {tmp_path / 'val'} is not among those of train/" in error
 
 
 @pytest.mark.parametrize("name, kind, split, expected", (
