@@ -153,6 +153,23 @@ def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:300] or type(error).__name__
 
 
+def digest_input(name: str) -> str:
+    """What a --teacher or CHECKPOINT is, wherever it lies: a hash of the contents of its file.
+
+    The file may be open_clip's MODEL/FILE, where MODEL counts, too. What names no file, such as
+    a tag or timm/NAME, stands for itself.
+    """
+    model, _, file = name.partition("/")
+    for prefix, path in ("", Path(name)), (f"{model}/", Path(file)):
+        if path.is_file():
+            sha = hashlib.sha256()
+            with open(path, "rb") as opened:
+                while chunk := opened.read(2 ** 24):
+                    sha.update(chunk)
+            return prefix + sha.hexdigest()
+    return name
+
+
 def digest_weights(model: nn.Module) -> str:
     """A short hash of a few values of each of a model's tensors: it tells other weights apart.
 
