@@ -1,8 +1,8 @@
-"""Weights of whole terms of Eq. 8: of the objectives, w, and of the entropies, lambda.
+"""The weights of whole terms of Eq. 8: w of the objectives, and lambda of the entropies.
 
-Needs only torch. w is fixed, or one of the paper's baselines GradNorm and RLW: a step calls
-`forward`, losses [K] -> weights [K], for each of its micro-batches. All that learn from a step
-do so in `update`, once at its end.
+Needs nothing but torch. w is fixed, or follows one of the paper's baselines, GradNorm and RLW.
+`forward` gives the weights [K] for the losses [K] of a micro-batch; what learns does so in
+`update`, which is called once at the end of each step.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class FixedWeights(nn.Module):
-    """Weights [K] that stay: 1 for the token loss, w_cls, w_pixel (Eq. 8)."""
+    """Weights [K] that never change: 1 for the token loss, w_cls and w_pixel (Eq. 8)."""
 
     def __init__(self, weights: Tensor):
         super().__init__()
@@ -25,13 +25,18 @@ class FixedWeights(nn.Module):
 
 
 class RandomLossWeighting(FixedWeights):
-    """RLW: weights [K], the softmax of normals drawn by (seed, step), in any process."""
+    """RLW: weights [K] are the softmax of random normals.
+
+    They are a function of (seed, step), so all processes draw the same, and a resumed run goes on
+    with them.
+    """
 
     def __init__(self, weights: Tensor, seed: int):
         super().__init__(weights)
         self.seed = seed
 
     def forward(self, step: int, losses: Tensor) -> Tensor:
+        # a prime above the number of steps, so that no two pairs (seed, step) share a number
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         return self.weights.copy_(torch.randn(len(losses), generator=generator).softmax(0),
                                   non_blocking=True)
@@ -40,21 +45,23 @@ class RandomLossWeighting(FixedWeights):
 class GradNorm(FixedWeights):
     """GradNorm: weights [K], learned so that all objectives train at like rates.
 
-    G_k is the norm of objective k's weighted gradient at the `shared` layer, r_k its loss
-    relative to its first, divided by the mean of that over objectives. Each weight descends on
-    |G_k - mean(G) r_k ** alpha|, the target held fixed; then weights are scaled to sum to K.
+    G_k is the norm of objective k's weighted gradient at the layer `shared`. r_k is how much of
+    its first value the loss still has, divided by the mean of that over objectives. Each weight
+    takes a gradient step of size `lr` on |G_k - mean(G) r_k ** alpha| with a constant target;
+    then the weights are scaled to sum to K.
     """
 
     def __init__(self, weights: Tensor, shared: nn.Module, alpha: float, lr: float,
                  scaler: torch.amp.GradScaler):
         super().__init__(torch.ones_like(weights))
-        self.register_buffer("first", torch.zeros_like(weights))      # 0: not known yet
+        self.register_buffer("first", torch.zeros_like(weights))      # 0 until it is known
         self.shared = list(shared.parameters())
         self.alpha, self.lr, self.scaler = alpha, lr, scaler
-        self.collected = []      # of each micro-batch: loss and gradient of each objective
+        self.collected = []      # a row [K, 1 + G] of each micro-batch: loss and gradient
 
     def forward(self, step: int, losses: Tensor) -> Tensor:
-        scale = self.scaler.scale(torch.ones_like(losses[0]))      # FP16 loses small gradients
+        # without the scale, small gradients would be zero in FP16
+        scale = self.scaler.scale(torch.ones_like(losses[0]))
         rows = []
         for loss in scale * losses:
             gradients = torch.autograd.grad(loss, self.shared, retain_graph=True)
@@ -79,25 +86,26 @@ class GradNorm(FixedWeights):
 class EntropyWeights(nn.Module):
     """lambda [E] of Eq. 7: fixed or, beyond the paper, aimed at a `variation` of weights.
 
-    A router settles where `losses.router_balance` is lambda. The balance falls as the weights
-    of expert 0 vary more, their product stays: so lambda is measured variation times balance
-    over the wanted variation, for all experts. Both are means of about ten steps.
-
     The last of `weights` counts for the remaining experts.
+
+    A router settles where `losses.equilibrium_lambda` equals lambda. As long as the weights are
+    nearly uniform, expert 0's variation times the equilibrium lambda is roughly constant, so
+    dividing this product by the wanted variation gives the lambda to set, for all experts. Both
+    factors are running means over about ten steps.
     """
 
     def __init__(self, weights: list[float], experts: int, variation: float | None = None):
         super().__init__()
         weights = weights + weights[-1:] * (experts - len(weights))
         self.register_buffer("weights", torch.tensor(weights))      # [E]
-        self.register_buffer("means", torch.zeros(2))      # of variation and balance
+        self.register_buffer("means", torch.zeros(2))      # of variation and equilibrium lambda
         self.register_buffer("steps", torch.zeros(()))
         self.variation = variation
-        self.collected = []      # of each micro-batch: variation, balance
+        self.collected = []      # of each micro-batch: variation and equilibrium lambda
 
     def collect(self, metrics: dict[str, Tensor]):
         if self.variation:
-            pair = metrics["dispatch_cv"][0], metrics["balance"]
+            pair = metrics["dispatch_cv"][0], metrics["equilibrium_lambda"]
             self.collected.append(torch.stack(pair))
 
     def update(self):
@@ -108,12 +116,12 @@ class EntropyWeights(nn.Module):
             means = self.means.lerp(new, (1 / self.steps).clamp_min(0.1))
             self.means.copy_(torch.where(finite, means, self.means))
             weight = self.means.prod() / self.variation
-            weight = weight.clamp_min(1e-4)      # a balance may start below 0
+            weight = weight.clamp_min(1e-4)      # a router may start on the wrong side of 0
             self.weights.copy_(torch.where(finite, weight, self.weights))
 
 
 def batch_mean(collected: list[Tensor]) -> Tensor:
-    """Over micro-batches, which it forgets, and processes."""
+    """The mean over micro-batches and processes. Empties the list."""
     mean = torch.stack(collected).mean(0)
     collected.clear()
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""What the stages share: errors, flags, the machine, the schedule, the optimizer, recipes."""
+"""What the stages share: errors, flags, processes and precision, the schedule, the optimizer."""
 
 import argparse
 import contextlib
@@ -19,181 +19,168 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint import LoadError
-from model import ViT
 
-# Flags that may change when a run resumes: they say where, how fast or how long it works, not
-# what it computes. --amp can save a run whose numbers went wrong; the contents of --data and
-# CHECKPOINT must stay.
-FREE_FLAGS = {"data", "checkpoint", "out", "workers", "micro_batch", "compile", "recompute",
-              "amp", "save_every", "save_minutes", "max_steps"}
+# Flags that may differ when a run resumes. They say where it finds its files, how fast it works
+# or how long, but not what it computes; --amp is among them because another precision can save a
+# run whose numbers overflow. What --data, --teacher and CHECKPOINT contain must not change, and
+# `Run` compares that.
+FREE_FLAGS = {"data", "teacher", "checkpoint", "out", "workers", "micro_batch", "compile",
+              "recompute", "amp", "save_every", "save_minutes", "max_steps"}
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 
 
 # ------------------------------------------------------------------------------- errors
 
 class UserError(Exception):
-    """A user error, printed as one line; exit code 2."""
+    """An error that the user can mend. It is printed as one line, and the exit code is 2."""
 
 
 class LocalError(UserError):
-    """A user error that one process may meet alone, such as a broken image: it prints it."""
+    """A UserError that a single process may meet, such as a broken image: that one prints it."""
 
 
 def launch(main, args: argparse.Namespace):
-    """What a script's `__main__` calls."""
+    """Calls `main(args)` as a program: an error that the user can mend is one line, exit code 2."""
     script = Path(sys.argv[0]).name
     try:
         main(args)
         leave_group()
-    except (UserError, LoadError, OSError) as error:      # on each machine: it may concern one
+    except (UserError, LoadError, OSError) as error:
+        # once on each machine, because another machine's files may be in order
         if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, LocalError):
             print(f"{script}: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print(f"\n{script}: stopped", file=sys.stderr)
         sys.exit(130)
-    finally:      # loaders ignore the SIGTERM that multiprocessing would send, and wait forever
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)      # PyTorch's raises for a killed one
+    finally:
+        # Loader processes ignore SIGTERM (see data.ignore_signals), which is what multiprocessing
+        # would send them at exit before it waits for them: so they are killed. PyTorch's handler
+        # of SIGCHLD would raise an error for each.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for process in multiprocessing.active_children():
             process.kill()
 
 
 def leave_group():
-    """Leaves the process group with all other processes; after an error, they do not come."""
+    """Leaves the process group, together with all other processes."""
     if dist.is_initialized():
-        dist.barrier()      # older Gloos deadlock if destroyed while they release a tensor
+        # a process that leaves while another is still in its last all-reduce can block that one
+        dist.barrier()
         dist.destroy_process_group()
 
 
 # -------------------------------------------------------------------------------- flags
 
-def add_flags(parser: argparse.ArgumentParser, title: str, flags: dict[str, dict]):
-    """Flags by their names. A number's type is its default's; help texts name defaults.
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter,
+                    argparse.RawDescriptionHelpFormatter):
+    """Names the default of each flag that has one."""
 
-    `range` is an interval, by default "[1, inf)" for whole numbers and "[0, inf)" for others.
-    """
-    group = parser.add_argument_group(title)
-    for name, how in flags.items():
-        default = how.get("default")
-        kind = how.get("type", type(default))
-        if kind in (int, float):
-            interval = how.pop("range", "[1, inf)" if kind is int else "[0, inf)")
-            how = {"metavar": "X"} | how | {"type": number(kind, interval)}
-        if default is not None and "default: " not in how["help"]:
-            how["help"] += " (default: %(default)s)"
-        group.add_argument(name, **how)
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 def number(kind: type, interval: str):
-    """An argparse type: number(float, "[0, 1)") refuses 1. NaN is in no interval."""
+    """An argparse type for numbers in an interval: number(float, "[0, 1)") takes 0, but not 1."""
     low, high = map(float, interval[1:-1].split(","))
 
     def convert(text: str) -> int | float:
-        value = kind(text)
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not of type {kind.__name__}") from None
         ends = [end for end, closed in ((low, "["), (high, "]")) if closed in interval]
-        if not low < value < high and value not in ends:
+        if not low < value < high and value not in ends:      # NaN is in no interval
             raise argparse.ArgumentTypeError(f"{value} is outside {interval}")
         return value
-    convert.__name__ = kind.__name__      # for the message about what is no number
     return convert
 
 
-def make_parser(doc: str, batch_size: int,
-                batches: str = "images per step, over all processes",
-                out: str = "runs/NAME, made of the flags that matter",
-                without: tuple[str, ...] = ()) -> argparse.ArgumentParser:
-    """A parser with the flags of every stage, but for those that it is `without`."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False)
-    flags = {
-        "--data": dict(
-            default=os.environ.get("IMAGENET", "data/imagenet"), metavar="FOLDER",
-            help="with {train,val}/CLASS/*.jpg; for segment.py in ADE20K's layout; for "
-                 "pretrain.py and routing.py also of photos, or one photo; or cifar10, "
-                 "food101 (downloaded to data/), shapes, shapes-noise (drawn on the fly) "
-                 "(default: $IMAGENET, else data/imagenet)"),
-        "--out": dict(metavar="FOLDER", help=f"for the results (default: {out})"),
-        "--batch-size": dict(default=batch_size, help=batches),
-        "--workers": dict(
-            type=int, range="[0, inf)",
-            help="loader processes of each training process (default: its share of the "
-                 "cores, at most 16)"),
-        "--amp": dict(
-            choices=("fp16", "bf16", "off"), default="fp16",
-            help="precision of matrix products; without CUDA, fp16 becomes off, and bf16 "
-                 "is for CPUs that have units for it"),
-        "--compile": dict(
-            action=argparse.BooleanOptionalAction,
-            help="torch.compile: slower to start, faster steps (default: on CUDA)"),
-        "--seed": dict(default=42, range="[0, 4294967296)", help="of all random numbers"),
-    }
-    flags = {name: how for name, how in flags.items() if name not in without}
-    add_flags(parser, "input, output, machine", flags)
+positive_int = number(int, "[1, inf)")
+non_negative_int = number(int, "[0, inf)")
+non_negative = number(float, "[0, inf)")
+
+
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    """A parser with the flags that every stage has."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=HelpFormatter,
+                                     allow_abbrev=False)
+    group = parser.add_argument_group("input and machine")
+    group.add_argument(
+        "--data", metavar="FOLDER", default=os.environ.get("IMAGENET", "data/imagenet"),
+        help="a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (segment.py: in ADE20K's "
+             "layout; pretrain.py and routing.py: any folder of images, or one image); or cifar10 "
+             "or food101, which are downloaded to data/; or shapes or shapes-noise, which are "
+             "drawn on the fly. $IMAGENET, if set, is the default")
+    group.add_argument(
+        "--workers", type=non_negative_int,
+        help="loader processes of each training process (default: its share of the cores, at "
+             "most 16)")
+    group.add_argument(
+        "--amp", choices=("fp16", "bf16", "off"), default="fp16",
+        help="precision of matrix products. Without a GPU, fp16 means float32, and bf16 is slow "
+             "on processors that have no instructions for it")
     return parser
 
 
-def add_trainer_flags(parser: argparse.ArgumentParser, *, warmup: float, lr: float,
-                      min_lr: float, weight_decay: float, clip_grad: float,
-                      epochs: int | None = None, iterations: int | None = None):
-    """A run counts in `epochs` or `iterations`. A default warm-up keeps its share of them."""
-    parser.set_defaults(warmup_share=warmup / (epochs or iterations))
-    share = f"linear (default: {warmup} of {epochs or iterations}, in proportion)"
-    in_epochs = {
-        "--epochs": dict(default=epochs, help="length of the run"),
-        "--warmup-epochs": dict(type=float, help=share),
-    }
-    in_iterations = {
-        "--iterations": dict(default=iterations, help="length of the run"),
-        "--warmup-iterations": dict(type=float, help=share),
-    }
-    add_flags(parser, "optimization (AdamW)", (in_epochs if epochs else in_iterations) | {
-        "--micro-batch": dict(
-            type=int, help="images of one forward pass of one process; gradients accumulate "
-                           "to --batch-size (default: the largest divisor of a process's "
-                           "share up to 256)"),
-        "--lr": dict(default=lr, help="peak learning rate, absolute"),
-        "--min-lr": dict(default=min_lr, help="final learning rate"),
-        "--weight-decay": dict(
-            default=weight_decay, help="except for biases, norms, positions and tokens"),
-        "--clip-grad": dict(
-            default=clip_grad, help="largest gradient norm, 0 for no clipping"),
-        "--save-every": dict(
-            default=10 if epochs else 8000,
-            help="epochs, or iterations, between evaluations and kept checkpoints"),
-        "--save-minutes": dict(
-            default=30.0, help="write last.pt after so many minutes as well, 0 for never"),
-        "--max-steps": dict(
-            type=int, help="stop after step N; the same command without it resumes"),
-        "--repeat-batch": dict(
-            action="store_true", help="train on the first batch alone, without the loader"),
-    })
+def add_run_flags(parser: argparse.ArgumentParser, *, batch_size: int, lr: float, min_lr: float,
+                  weight_decay: float, clip_grad: float):
+    """The flags of every stage that trains."""
+    group = parser.add_argument_group("run")
+    group.add_argument(
+        "--out", metavar="FOLDER",
+        help="folder of the run (default: runs/NAME, where NAME has the flags that differ from "
+             "their defaults)")
+    group.add_argument("--seed", type=number(int, "[0, 4294967296)"), default=42,
+                       help="seed of all random numbers")
+    group.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction,
+        help="use torch.compile, which starts slower and then takes faster steps (default: on a "
+             "GPU)")
+    group.add_argument(
+        "--save-minutes", type=non_negative, default=30.0,
+        help="also write last.pt whenever it is so many minutes old; 0 for never")
+    group.add_argument("--max-steps", type=positive_int,
+                       help="stop after this step; the same command without it resumes")
+    group.add_argument(
+        "--repeat-batch", action="store_true",
+        help="train on the first batch again and again, which measures a step without the loader")
+
+    group = parser.add_argument_group("optimization with AdamW")
+    group.add_argument("--batch-size", type=positive_int, default=batch_size,
+                       help="images of one step, over all processes")
+    group.add_argument(
+        "--micro-batch", type=positive_int,
+        help="images of one forward pass of one process; gradients accumulate to --batch-size "
+             "(default: the largest divisor, up to 256, of a process's share of --batch-size)")
+    group.add_argument("--lr", type=non_negative, default=lr,
+                       help="peak learning rate, which is not scaled by the batch size")
+    group.add_argument("--min-lr", type=non_negative, default=min_lr, help="last learning rate")
+    group.add_argument(
+        "--weight-decay", type=non_negative, default=weight_decay,
+        help="not applied to biases, norms, scales, position embeddings, [CLS] and mask tokens")
+    group.add_argument("--clip-grad", type=non_negative, default=clip_grad,
+                       help="largest norm of the gradient; 0 for no clipping")
 
 
-def add_transfer_flags(parser: argparse.ArgumentParser, layer_decay: float):
-    add_flags(parser, "transfer", {
-        "--recipe": dict(
-            nargs="+", choices=("fr", "fa", "exd", "none"), metavar="R",
-            help="fr: freeze phi and scale; fa: freeze attention; exd: drop whole experts "
-                 "(default: all three with experts, else none)"),
-        "--expert-dropout": dict(
-            type=float, range="[0, 1)", help="probability of --recipe exd (default: 0.4)"),
-        "--layer-decay": dict(
-            default=layer_decay, range="(0, 1]",
-            help="learning-rate factor from each block to the one below"),
-        "--drop-path": dict(
-            default=0.1, range="[0, 1)",
-            help="stochastic depth of the last block, rising from 0"),
-    })
+def add_epoch_flags(parser: argparse.ArgumentParser, *, epochs: int, warmup: int):
+    """The length of a run that counts in epochs; `warmup` epochs belong to the default length."""
+    group = parser.add_argument_group("length")
+    group.add_argument("--epochs", type=positive_int, default=epochs, help="length of the run")
+    group.add_argument(
+        "--warmup-epochs", type=non_negative,
+        help=f"epochs of linear warm-up (default: {warmup}/{epochs} of --epochs)")
+    group.add_argument("--save-every", type=positive_int, default=10,
+                       help="epochs between evaluations and kept checkpoints")
 
 
-def parse(parser: argparse.ArgumentParser, argv: list[str] | None,
-          stage: str) -> argparse.Namespace:
-    """Parses, and names a run's folder after the flags that matter."""
+def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None,
+              stage: str) -> argparse.Namespace:
+    """Parses the flags of a stage that trains, and names its run's folder after them."""
     args = parser.parse_args(argv, argparse.Namespace(stage=stage))
-    if "max_steps" in args and not args.out:
+    if not args.out:
         parts = [stage]
-        unnamed = {"stage", *FREE_FLAGS} - {"checkpoint", "data"}
+        unnamed = {"stage", *FREE_FLAGS} - {"teacher", "checkpoint", "data"}
         for name, value in sorted(vars(args).items()):
             if name not in unnamed and value != parser.get_default(name):
                 value = Path(value).name if name == "data" else value
@@ -204,13 +191,13 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None,
 
 
 def flag(name: str) -> str:
-    return "--" + name.replace("_", "-") if len(name) > 1 else "-" + name
+    return "--" + name.replace("_", "-")
 
 
 # ------------------------------------------------------------------------------ machine
 
 class Machine:
-    """This process and its device: its rank in the world, its precision, its loaders."""
+    """This process: its rank among all processes, its device, its precision, its loaders."""
 
     def __init__(self, args: argparse.Namespace):
         self.rank = int(os.environ.get("RANK", 0))
@@ -227,35 +214,43 @@ class Machine:
         self.amp = {"fp16": torch.float16, "bf16": torch.bfloat16, "off": None}[amp]
         self.scaler = torch.amp.GradScaler(self.device.type,
                                            init_scale=2.0 ** 16 if amp == "fp16" else 1.0)
-        if amp != "fp16":      # then all it does is to skip updates that are not finite
+        if amp != "fp16":      # the scale stays 1: all it does is to skip non-finite updates
             self.scaler.set_growth_factor(1.0)
             self.scaler.set_backoff_factor(1.0)
 
-        linux = hasattr(os, "sched_getaffinity")      # macOS has none
+        # the cores that this process may use; macOS cannot say, so there it is all of them
+        linux = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count()
         share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         self.workers = min(16, share) if args.workers is None else args.workers
-        compiles = getattr(args, "compile", False)
+        compiles = getattr(args, "compile", False)      # routing.py has no such flag
         self.compile = cuda if compiles is None else compiles
 
     def autocast(self):
         return torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Over all processes, in place."""
+        """The sum over all processes, in place."""
         if self.world > 1:
             dist.all_reduce(values)
         return values
 
     def largest(self, *values: float) -> list[float]:
-        """The maximum of each value over all processes, on the CPU: no device is waited for."""
+        """The maximum of each value over all processes, on the CPU: no GPU is waited for."""
         values = torch.tensor(values)
         if self.world > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX)
         return values.tolist()
 
+    def agree(self, value: int) -> bool:
+        """Whether all processes have the same value."""
+        highest, minus_lowest = self.largest(value, -value)
+        return highest == -minus_lowest
+
     def share_buffers(self, model: nn.Module):
-        """The first process's BatchNorm statistics for all: they evaluate the same model."""
+        """Gives all processes the first one's BatchNorm statistics, so that they evaluate the
+        same model.
+        """
         for buffer in model.buffers() if self.world > 1 else ():
             dist.broadcast(buffer, 0)
 
@@ -264,17 +259,25 @@ class Machine:
                 else model)
 
     def accumulating(self, model: nn.Module, last: bool):
-        """Gradients of all processes meet in the last micro-step."""
+        """A context: processes exchange their gradients in the last micro-step alone."""
         return contextlib.nullcontext() if self.world == 1 or last else model.no_sync()
 
 
 def seed_everything(*key: int):
-    """Seeds torch: (seed,) for the weights, (seed, step, rank) for a step's drop path."""
-    torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1)
+    """Seeds PyTorch's generators of all devices.
+
+    The key (seed,) is for the initial weights, and (seed, step, rank) for what a process draws in
+    a step: drop path, Expert Dropout, dropout and mixup.
+    """
+    state = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
+    torch.manual_seed(int(state) >> 1)      # of 64 bits, because a signed 64-bit seed has 63
 
 
 def lock(folder: Path, wait: bool = False) -> contextlib.ExitStack:
-    """Makes the folder and takes it for one process, until the stack is closed."""
+    """Makes a folder and locks it for one process, until the stack is closed.
+
+    Another process that holds it is waited for, or raises UserError.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     held = contextlib.ExitStack()
     try:
@@ -282,7 +285,7 @@ def lock(folder: Path, wait: bool = False) -> contextlib.ExitStack:
         fcntl.lockf(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"another run is using {folder}: wait, or give another --out") from None
-    except OSError:      # a folder that is read-only, or a disk without locks: go on
+    except OSError:      # a read-only folder, or a disk that has no locks: go on without one
         pass
     return held
 
@@ -290,17 +293,33 @@ def lock(folder: Path, wait: bool = False) -> contextlib.ExitStack:
 # ------------------------------------------------------------------------- optimization
 
 class Plan(NamedTuple):
-    """How a run divides its images into steps."""
+    """How a run divides its images into steps, and the learning rate of each step."""
     micro_batch: int      # images of one forward pass of one process
-    micro_steps: int      # of a step
+    micro_steps: int      # forward passes of one process in a step
     epoch_steps: int      # an incomplete last batch is left out
     steps: int            # of the whole run
     warmup: int           # steps
     save_every: int       # steps
+    lr: float             # at the end of the warm-up
+    min_lr: float         # at the last step
+    decay: str            # from lr to min_lr: "cosine" or "linear"
+
+    def learning_rate(self, step: int) -> float:
+        """The rate rises linearly until step warmup - 1, and then falls until the last step."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        progress = (step + 1 - self.warmup) / (self.steps - self.warmup)      # 0 to 1
+        if self.decay == "linear":
+            return self.lr + (self.min_lr - self.lr) * progress
+        return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def make_plan(args: argparse.Namespace, world: int, images: int) -> Plan:
-    """Raises UserError for numbers that do not fit together."""
+def make_plan(args: argparse.Namespace, world: int, images: int, *, unit: str = "epochs",
+              decay: str = "cosine") -> Plan:
+    """The plan of a run of `world` processes that counts in "epochs" or "iterations".
+
+    Raises UserError if the numbers do not fit together.
+    """
     if args.batch_size % world:
         raise UserError(f"--batch-size {args.batch_size} is not a multiple of the {world} "
                         "processes")
@@ -314,36 +333,27 @@ def make_plan(args: argparse.Namespace, world: int, images: int) -> Plan:
         raise UserError(f"--micro-batch {micro_batch} does not divide {share}, each process's "
                         f"share of --batch-size {args.batch_size}")
     epoch_steps = images // args.batch_size
-    unit, unit_steps = ("epochs", epoch_steps) if "epochs" in args else ("iterations", 1)
-    length = getattr(args, unit)
-    warmup = getattr(args, f"warmup_{unit}")
-    if warmup is None:
-        warmup = length * args.warmup_share
+    if unit == "epochs":
+        length = args.epochs
+        warmup = args.warmup_epochs
+        unit_steps = epoch_steps
+    else:
+        length = args.iterations
+        warmup = args.warmup_iterations
+        unit_steps = 1
     if warmup >= length:
         raise UserError(f"--warmup-{unit} {warmup:g} leaves nothing of --{unit} {length}")
     return Plan(micro_batch, share // micro_batch, epoch_steps, length * unit_steps,
-                round(warmup * unit_steps), args.save_every * unit_steps)
-
-
-def learning_rate(step: int, plan: Plan, peak: float, floor: float,
-                  linear: bool = False) -> float:
-    """Linear from peak / warmup at step 0 to the peak at step warmup - 1, then by cosine, or by
-    a line, to the floor at the last step.
-    """
-    if step < plan.warmup:
-        return peak * (step + 1) / plan.warmup
-    progress = (step + 1 - plan.warmup) / (plan.steps - plan.warmup)
-    if linear:
-        return peak + (floor - peak) * progress
-    return floor + (peak - floor) * (1 + math.cos(math.pi * progress)) / 2
+                round(warmup * unit_steps), args.save_every * unit_steps, args.lr, args.min_lr,
+                decay)
 
 
 def adamw(model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float],
           lr_scale=lambda name: 1.0) -> torch.optim.AdamW:
-    """AdamW over what is not frozen; a parameter learns at lr_scale(name) times the rate.
+    """AdamW over the parameters that are not frozen, each at lr_scale(name) times the rate.
 
-    No weight decay on biases (the experts' b1, b2 too), norms, LayerScale, `scale`, positions,
-    tokens.
+    Weight decay leaves out biases (also the experts' b1 and b2, which have two dimensions), norms,
+    LayerScale, `scale`, position embeddings, [CLS] and mask tokens.
     """
     groups = {}
     for name, parameter in model.named_parameters():
@@ -363,10 +373,10 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float):
 
 def optimizer_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
                    clip_grad: float) -> dict[str, Tensor]:
-    """Clips, steps, clears the gradients -> metrics on the device.
+    """Clips the gradients, updates the parameters and clears the gradients -> metrics.
 
-    Nothing here waits for the device: where a gradient is not finite, the scaler tells fused
-    AdamW to skip the update.
+    Where a gradient is not finite, the scaler tells fused AdamW to skip the update; that and the
+    metrics stay on the device, so the host does not wait for it.
     """
     scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]
@@ -376,36 +386,6 @@ def optimizer_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScale
         nn.utils.clip_grads_with_norm_(parameters, clip_grad, norm)
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=not dist.is_initialized())      # DDP's are views of buckets
+    # DDP's gradients are views of its buckets, and None would separate them
+    optimizer.zero_grad(set_to_none=not dist.is_initialized())
     return {"grad_norm": norm, "skipped": (~norm.isfinite()).float()}
-
-
-# ----------------------------------------------------------------------------- transfer
-
-def layerwise_lr(depth: int, decay: float):
-    """Layer-wise decay, name -> rate factor: embeddings are layer 0, block i is i + 1."""
-    def scale(name: str) -> float:
-        name = name.removeprefix("encoder.")
-        if name.startswith("blocks."):      # experts, phi and scale belong to their block
-            return decay ** (depth - int(name.split(".")[1]))
-        embeddings = "patch_embed", "pos_embed", "cls_token"
-        return decay ** (depth + 1) if name.startswith(embeddings) else 1.0
-    return scale
-
-
-def apply_recipe(args: argparse.Namespace, encoder: ViT):
-    """FR freezes routers' phi and scale, FA attention, ExD drops experts (Table 4)."""
-    moes = [encoder.blocks[i].mlp for i in encoder.moe_blocks]
-    recipe = args.recipe or (["fr", "fa", "exd"] if moes else ["none"])
-    if "none" in recipe and len(recipe) > 1:
-        raise UserError(f"--recipe {' '.join(recipe)}: none excludes the others")
-    if not moes and {"fr", "exd"} & set(recipe):
-        raise UserError(f"--recipe {' '.join(recipe)}: {args.checkpoint or 'the model'} has no "
-                        "experts")
-    if args.expert_dropout is not None and "exd" not in recipe:
-        raise UserError("--expert-dropout needs --recipe exd")
-    for name, parameter in encoder.named_parameters():
-        routing, attention = name.endswith(("mlp.phi", "mlp.scale")), ".attn." in name
-        parameter.requires_grad_(not ("fr" in recipe and routing or "fa" in recipe and attention))
-    for moe in moes if "exd" in recipe else ():
-        moe.dropout = 0.4 if args.expert_dropout is None else args.expert_dropout

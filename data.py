@@ -6,7 +6,6 @@ and resize, and send uint8.
 """
 
 import contextlib
-import hashlib
 import math
 import os
 import signal
@@ -34,9 +33,9 @@ BICUBIC = TF.InterpolationMode.BICUBIC
 
 # ------------------------------------------------------------------------------- images
 
-class Images(Protocol):
-    """What a data set offers. Some also have `classes`, the names of their labels; `names()`,
-    those of their files; `mask(index)`, an object's pixels, bool [H, W]."""
+class ImageDataset(Protocol):
+    """What a data set offers. Some also have `classes`, the names of their labels, and
+    `mask(index)`, an object's pixels, bool [H, W]."""
 
     def __len__(self) -> int: ...
 
@@ -90,9 +89,6 @@ class Folder(DatasetFolder):
                                     "those of train/")
         return classes, indices
 
-    def names(self) -> list[str]:
-        return [path[len(str(self.root)):] for path, _ in self.samples]
-
 
 class Photos(Dataset):
     """An image file, or those of a folder without classes. Their label is 0."""
@@ -106,9 +102,6 @@ class Photos(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return read_image(self.paths[index]), 0
-
-    def names(self) -> list[str]:
-        return [path.name for path in self.paths]
 
 
 def torchvision_set(name: str, split: str) -> CIFAR10 | Food101:
@@ -124,7 +117,7 @@ def torchvision_set(name: str, split: str) -> CIFAR10 | Food101:
                         "give a folder of images instead") from error
 
 
-def open_images(data: str, split: str, image_size: int, labels: bool = True) -> Images:
+def open_images(data: str, split: str, image_size: int, labels: bool = True) -> ImageDataset:
     """The set that `--data` names, of "train" or "val". Photos only where no labels are needed."""
     if data in ("shapes", "shapes-noise"):
         return Shapes(split, image_size, noise=data == "shapes-noise")
@@ -135,19 +128,6 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
     folders = [entry for entry in entries if entry.is_dir() and entry.name[0] != "."]
     photos = path.exists() and not folders and not labels
     return Photos(path) if photos and len(Photos(path)) else Folder(data, split)
-
-
-def digest_names(*sets: Images) -> str:
-    """A short hash of the numbers and names of images and classes.
-
-    A run notices by it that --data has changed; it may move.
-    """
-    sha = hashlib.sha256()
-    for images in sets:
-        names = images.names() if hasattr(images, "names") else []
-        sha.update(os.fsencode("\0".join(
-            [str(len(images)), *getattr(images, "classes", []), *names])))
-    return sha.hexdigest()[:16]
 
 
 # ------------------------------------------------------------------- views of one image
@@ -213,14 +193,14 @@ def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
 class CenterViews(Dataset):
     """Evaluation views: a dict of image uint8 [3, S, S], label and index."""
 
-    def __init__(self, images: Images, image_size: int):
-        self.images, self.image_size = images, image_size
+    def __init__(self, dataset: ImageDataset, image_size: int):
+        self.dataset, self.image_size = dataset, image_size
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict:
-        image, label = self.images[index]
+        image, label = self.dataset[index]
         return dict(image=center_view(image, self.image_size), label=label, index=index)
 
 
@@ -229,13 +209,13 @@ class TrainViews(CenterViews):
     bool, jitter [3] and, with a `mask_ratio`, mask bool [N]."""
     scale = (0.2, 1.0)      # of the image's area
 
-    def __init__(self, images: Images, image_size: int, seed: int, grid: int = 0,
+    def __init__(self, images: ImageDataset, image_size: int, seed: int, grid: int = 0,
                  mask_ratio: float | None = None):
         super().__init__(images, image_size)
         self.seed, self.grid, self.mask_ratio = seed, grid, mask_ratio
 
     def __getitem__(self, key: tuple[int, int]) -> dict:
-        return self.view(np.random.default_rng((self.seed, *key)), *self.images[key[1]])
+        return self.view(np.random.default_rng((self.seed, *key)), *self.dataset[key[1]])
 
     def view(self, rng: np.random.Generator, image: Tensor, label: int) -> dict:
         crop = random_crop(rng, *image.shape[-2:], self.scale)

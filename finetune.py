@@ -19,61 +19,86 @@ from torchvision.transforms.v2 import functional as TF
 
 import common
 import data
-from checkpoint import digest_weights, load_checkpoint, load_encoder
+from checkpoint import load_checkpoint, load_encoder
+from common import UserError, number, positive_int
 from model import IMAGENET_MEAN, IMAGENET_STD, PRESETS, ViT, build_vit
 from run import Run
 
+EVAL_BATCH = 256      # images of a process; any number gives the same scores
+
 
 def parse_args(argv: list[str] | None = None):
-    parser = common.make_parser(__doc__, batch_size=1024)
-    common.add_trainer_flags(parser, epochs=100, warmup=5, lr=5e-4, min_lr=1e-6,
-                             weight_decay=0.05, clip_grad=0.0)
+    parser = common.make_parser(__doc__)
+    common.add_run_flags(parser, batch_size=1024, lr=5e-4, min_lr=1e-6, weight_decay=0.05,
+                         clip_grad=0.0)
+    common.add_epoch_flags(parser, epochs=100, warmup=5)
     add_supervised_flags(parser)
-    common.add_transfer_flags(parser, layer_decay=0.65)
-    common.add_flags(parser, "model", {
-        "checkpoint": dict(
-            nargs="?", metavar="CHECKPOINT",
-            help="encoder of ExPLoRe, the authors' release or timm; none: from scratch"),
-        "--model": dict(choices=PRESETS, help="from scratch (default: vit_base)"),
-        "--patch-size": dict(type=int, help="from scratch (default: 16)"),
-        "--image-size": dict(type=int, help="default: the checkpoint's, else 224"),
-        "--pool": dict(choices=("cls", "mean"), default="cls",
-                       help="the head sees [CLS], or the mean of the patch tokens"),
-    })
-    args = common.parse(parser, argv, "finetune")
+    add_transfer_flags(parser, layer_decay=0.65)
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "checkpoint", nargs="?", metavar="CHECKPOINT",
+        help="an encoder of ExPLoRe, of the authors' release, or with timm's names; without one, "
+             "the model is trained from scratch")
+    group.add_argument("--model", choices=PRESETS,
+                       help="the model to train from scratch (default: vit_base)")
+    group.add_argument("--patch-size", type=positive_int,
+                       help="that of a model from scratch (default: 16)")
+    group.add_argument("--image-size", type=positive_int,
+                       help="pixels a side (default: the checkpoint's, else 224)")
+    group.add_argument("--pool", choices=("cls", "mean"), default="cls",
+                       help="what the head sees: [CLS], or the mean of the patch tokens")
+    args = common.parse_run(parser, argv, "finetune")
     for name in ("model", "patch_size"):
         if args.checkpoint and getattr(args, name):
             parser.error(f"{common.flag(name)} is for training from scratch: CHECKPOINT has "
                          "its own")
+    if args.warmup_epochs is None:
+        args.warmup_epochs = args.epochs * (5 / 100)
     return args
 
 
 def add_supervised_flags(parser):
-    common.add_flags(parser, "supervision", {
-        "--augment": dict(
-            choices=("strong", "plain"), default="strong",
-            help="strong: crops of scale 0.08 to 1, timm's RandAugment, mixup 0.8 or cutmix "
-                 "1.0, label smoothing 0.1, in finetuning also random erasing 0.25; plain: "
-                 "as in pretraining")})
+    group = parser.add_argument_group("supervision")
+    group.add_argument(
+        "--augment", choices=("strong", "plain"), default="strong",
+        help="strong: crops of scale 0.08 to 1, timm's RandAugment, mixup 0.8 or cutmix 1.0, label "
+             "smoothing 0.1 and, in finetuning, random erasing 0.25; plain: as in pretraining")
+
+
+def add_transfer_flags(parser, layer_decay: float):
+    """The flags of finetuning and segmentation."""
+    group = parser.add_argument_group("transfer")
+    group.add_argument(
+        "--recipe", nargs="+", choices=("fr", "fa", "exd", "none"), metavar="R",
+        help="fr: freeze the routers' phi and scale; fa: freeze attention; exd: drop whole experts "
+             "(default: all three for a model with experts, else none)")
+    group.add_argument("--expert-dropout", type=number(float, "[0, 1)"),
+                       help="probability of --recipe exd (default: 0.4)")
+    group.add_argument("--layer-decay", type=number(float, "(0, 1]"), default=layer_decay,
+                       help="factor of the learning rate from each block to the one before it")
+    group.add_argument("--drop-path", type=number(float, "[0, 1)"), default=0.1,
+                       help="stochastic depth of the last block, rising from 0 at the first")
 
 
 # ------------------------------------------------------------------------- augmentation
 
 def rand_augment(size: int):
-    """The release's RandAugment, timm's own, for PIL images of `size`.
+    """The release's RandAugment, which is timm's, for PIL images of `size`.
 
-    Two operations, each with probability 0.5 and a magnitude of its own around 9. It draws from
-    Python's and NumPy's global generators.
+    It applies two operations, each with probability 0.5 and a magnitude of its own around 9. It
+    draws from the global generators of Python and NumPy.
     """
-    from timm.data.auto_augment import rand_augment_transform  # supervised training alone
+    # imported here, because importing timm takes seconds, and plain augmentation does without
+    from timm.data.auto_augment import rand_augment_transform
     mean = tuple(round(255 * value) for value in IMAGENET_MEAN)
     return rand_augment_transform("rand-m9-mstd0.5-inc1", dict(
         translate_const=int(0.45 * size), img_mean=mean, interpolation=Image.BICUBIC,
-        magnitude_max=9.99))      # at 10, timm posterizes to 0 bits, which Pillow refuses
+        magnitude_max=9.99))      # from 10 on, timm posterizes to 0 bits, which Pillow refuses
 
 
 def random_erasing(rng: np.random.Generator, image: Tensor, probability: float = 0.25):
-    """Noise in a box of 2 to 33 % of the area, as timm's. uint8 [3, S, S], in place"""
+    """timm's random erasing: noise in a box of 2 to 33 % of the area of uint8 [3, S, S], in place.
+    """
     if rng.random() >= probability:
         return
     top, left, h, w = data.random_crop(rng, *image.shape[-2:], scale=(0.02, 1 / 3),
@@ -84,11 +109,14 @@ def random_erasing(rng: np.random.Generator, image: Tensor, probability: float =
 
 
 class StrongViews(data.TrainViews):
-    """TrainViews with smaller crops, RandAugment for jitter and, with `erase`, erasing."""
+    """TrainViews with smaller crops and RandAugment instead of color jitter; `erase` adds random
+    erasing.
+    """
     scale = (0.08, 1.0)
 
-    def __init__(self, images: data.Images, image_size: int, seed: int, erase: bool = False):
-        super().__init__(images, image_size, seed)
+    def __init__(self, dataset: data.ImageDataset, image_size: int, seed: int,
+                 erase: bool = False):
+        super().__init__(dataset, image_size, seed)
         self.erase = erase
         self.rand_augment = rand_augment(image_size)
 
@@ -102,33 +130,87 @@ class StrongViews(data.TrainViews):
         return view | dict(image=image, jitter=np.ones_like(view["jitter"]))
 
 
+# ----------------------------------------------------------------------------- transfer
+
+def apply_recipe(args, encoder: ViT):
+    """FR freezes the routers' phi and scale, FA freezes attention, ExD drops experts (Table 4)."""
+    moes = [encoder.blocks[i].mlp for i in encoder.moe_blocks]
+    recipe = args.recipe or (["fr", "fa", "exd"] if moes else ["none"])
+    if "none" in recipe and len(recipe) > 1:
+        raise UserError(f"--recipe {' '.join(recipe)}: none excludes the others")
+    if not moes and {"fr", "exd"} & set(recipe):
+        raise UserError(f"--recipe {' '.join(recipe)}: {args.checkpoint or 'the model'} has no "
+                        "experts")
+    if args.expert_dropout is not None and "exd" not in recipe:
+        raise UserError("--expert-dropout needs --recipe exd")
+    for name, parameter in encoder.named_parameters():
+        router = name.endswith(("mlp.phi", "mlp.scale"))
+        frozen = "fr" in recipe and router or "fa" in recipe and ".attn." in name
+        parameter.requires_grad_(not frozen)
+    if "exd" in recipe:
+        for moe in moes:
+            moe.dropout = 0.4 if args.expert_dropout is None else args.expert_dropout
+
+
+def layerwise_lr(depth: int, decay: float):
+    """Layer-wise decay of the learning rate -> a function of a parameter's name.
+
+    The head learns at the whole rate, the last block at `decay` times the rate, and each layer
+    below at `decay` times that of the layer above. The embeddings are the lowest layer.
+    """
+    def lr_scale(name: str) -> float:
+        name = name.removeprefix("encoder.")
+        if name.startswith("blocks."):      # experts, phi and scale belong to their block
+            return decay ** (depth - int(name.split(".")[1]))
+        embeddings = "patch_embed", "pos_embed", "cls_token"
+        return decay ** (depth + 1) if name.startswith(embeddings) else 1.0
+    return lr_scale
+
+
 # ----------------------------------------------------------------------------- training
 
-class Classifier(nn.Module):
-    """A linear head on a ViT's [CLS] or mean patch token: [B, 3, S, S] -> logits [B, C]."""
+class LinearHead(nn.Linear):
+    """A linear layer on [CLS] or on the mean patch: tokens [B, 1 + N, D] -> logits [B, C]."""
 
-    def __init__(self, encoder: ViT, classes: int, pool: str):
+    def __init__(self, dim: int, classes: int, pool: str = "cls", std: float = 0.02):
+        super().__init__(dim, classes)
+        self.pool = pool
+        nn.init.trunc_normal_(self.weight, std=std)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens[:, 0] if self.pool == "cls" else tokens[:, 1:].mean(1))
+
+
+class Classifier(nn.Module):
+    """An encoder and a head on its tokens: images [B, 3, S, S] -> logits [B, C]"""
+
+    def __init__(self, encoder: ViT, head: nn.Module):
         super().__init__()
-        self.encoder, self.pool = encoder, pool
-        self.head = nn.Linear(encoder.dim, classes)
-        nn.init.trunc_normal_(self.head.weight, std=0.001 * 0.02)      # small, as the release's
-        nn.init.zeros_(self.head.bias)
+        self.encoder, self.head = encoder, head
 
     def forward(self, images: Tensor) -> Tensor:
-        tokens, _ = self.encoder(images)
-        return self.head(tokens[:, 0] if self.pool == "cls" else tokens[:, 1:].mean(1))
+        tokens, _ = self.encoder(images)      # [B, 1 + N, D]
+        return self.head(tokens)
+
+    def train(self, mode: bool = True):
+        """A frozen encoder stays in evaluation mode: a probe sees the same features every time."""
+        super().train(mode)
+        if not any(parameter.requires_grad for parameter in self.encoder.parameters()):
+            self.encoder.eval()
+        return self
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, features, views: data.CenterViews,
+def evaluate(model: nn.Module, views: data.CenterViews,
              machine: common.Machine) -> dict[str, float]:
-    """Top-1 and top-5 accuracy in percent over all of `views` and all processes"""
+    """-> top-1 and top-5 accuracy in percent over all of `views` and all processes"""
     model.eval()
     machine.share_buffers(model)
     hits = torch.zeros(2, dtype=torch.long, device=machine.device)
-    for batch in data.eval_batches(views, 256, machine):
+    for batch in data.eval_batches(views, EVAL_BATCH, machine):
         with machine.autocast():
-            logits = model(features(data.normalize(batch["image"] / 255)))
+            logits = model(data.normalize(batch["image"] / 255))
         best = logits.topk(min(5, logits.shape[1]), dim=1).indices
         correct = best == batch["label"][:, None]
         hits += torch.stack([correct[:, 0].sum(), correct.sum()])
@@ -137,31 +219,30 @@ def evaluate(model: nn.Module, features, views: data.CenterViews,
     return {"top1": 100 * top1 / len(views), "top5": 100 * top5 / len(views)}
 
 
-def fit(args, machine: common.Machine, encoder: ViT, model: nn.Module,
-        views, sources: dict[str, str], compute_loss, evaluate, score: str, classes: int,
-        lr_scale=lambda name: 1.0,
-        linear: bool = False) -> dict[str, float]:
-    """The supervised loop, of linprobe.py and segment.py too -> the best scores.
+def fit(args, machine: common.Machine, plan: common.Plan, model: nn.Module,
+        views: data.CenterViews, compute_loss, evaluate,
+        lr_scale=lambda name: 1.0) -> dict[str, float]:
+    """The supervised loop, which linprobe.py and segment.py use too -> the best scores.
 
-    `model` is what learns. compute_loss(model, batch) returns metrics, of which "loss" is the
-    loss, evaluate() scores, of which `score` says which are the best. `linear`: the rate falls
-    along a line, not a cosine. `sources` and `encoder`: see `Run`.
+    model has an `encoder`. compute_loss(model, batch) returns metrics, among them "loss", which is
+    what the gradient is of. evaluate() returns scores in percent, and the first of them decides
+    which step is the best. lr_scale: see `common.adamw`.
     """
-    plan = common.make_plan(args, machine.world, len(views))
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
-    run = Run(args, machine, plan, encoder.config, sources, score=score, model=model,
+    run = Run(args, machine, plan, views.dataset, model.encoder.config, model=model,
               optimizer=optimizer)
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
-    run.announce(args.checkpoint or "from scratch", f"{millions:.1f} M parameters",
-                 f"{len(views)} images of {classes} classes")
+    parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+    run.announce(args.checkpoint or "from scratch",
+                 f"{parameters:.1f} M parameters, {trained:.1f} M of them trained",
+                 f"{len(views)} images")
     if machine.compile:
         model.compile()
     parallel = machine.parallel(model).train()
     batches = run.batches(views)
 
     for step in run.steps():
-        common.set_rate(
-            optimizer, common.learning_rate(step, plan, args.lr, args.min_lr, linear))
+        common.set_rate(optimizer, plan.learning_rate(step))
         common.seed_everything(args.seed, step, machine.rank)      # drop path, ExD, mixup
 
         for micro_step in range(1, plan.micro_steps + 1):
@@ -176,37 +257,34 @@ def fit(args, machine: common.Machine, encoder: ViT, model: nn.Module,
     return run.report()
 
 
-def fit_classifier(args, machine: common.Machine, encoder: ViT,
-                   model: nn.Module, images: data.Images, val: data.Images,
-                   sources: dict[str, str], features=lambda pixels: pixels,
-                   lr_scale=lambda name: 1.0,
-                   erase: bool = False) -> dict[str, float]:
-    """Trains a classifier on labels, also a probe's -> the best epoch's scores on `val`.
+def fit_classifier(args, machine: common.Machine, model: Classifier,
+                   dataset: data.ImageDataset, val: data.ImageDataset,
+                   lr_scale=lambda name: 1.0, erase: bool = False) -> dict[str, float]:
+    """Trains a classifier on labels -> the best epoch's scores on `val`.
 
-    `features` of the pixels are what the model gets: a probe's come from a frozen encoder,
-    outside DDP. `erase` adds random erasing to strong augmentation.
+    `erase` adds random erasing to strong augmentation.
     """
-    classes = len(images.classes)
-    image_size = encoder.config["image_size"]
+    classes = len(dataset.classes)
+    image_size = model.encoder.config["image_size"]
     strong = args.augment == "strong"
-    views = (StrongViews(images, image_size, args.seed, erase) if strong
-             else data.TrainViews(images, image_size, args.seed))
+    views = (StrongViews(dataset, image_size, args.seed, erase) if strong
+             else data.TrainViews(dataset, image_size, args.seed))
     val_views = data.CenterViews(val, image_size)
     mix = v2.RandomChoice([v2.MixUp(alpha=0.8, num_classes=classes),
                            v2.CutMix(alpha=1.0, num_classes=classes)])
 
     def compute_loss(model: nn.Module, batch: dict) -> dict[str, Tensor]:
-        pixels, target = data.normalize(data.augment(batch)), batch["label"]
+        images, target = data.normalize(data.augment(batch)), batch["label"]
         if strong and classes > 1:
-            pixels, target = mix(pixels, target)                   # [B, C], sums to 1
+            images, target = mix(images, target)      # target [B, C], which sums to 1
         with machine.autocast():
-            logits = model(features(pixels))
+            logits = model(images)
         return {"loss": F.cross_entropy(logits.float(), target,
                                         label_smoothing=0.1 if strong else 0.0)}
 
-    return fit(args, machine, encoder, model, views,
-               sources | {"images": data.digest_names(images, val)}, compute_loss,
-               lambda: evaluate(model, features, val_views, machine), "top1", classes, lr_scale)
+    return fit(args, machine, plan=common.make_plan(args, machine.world, len(dataset)),
+               model=model, views=views, compute_loss=compute_loss,
+               evaluate=lambda: evaluate(model, val_views, machine), lr_scale=lr_scale)
 
 
 def main(args) -> dict[str, float]:
@@ -217,23 +295,22 @@ def main(args) -> dict[str, float]:
     image_size = args.image_size or config["image_size"]
     patch_size = config["patch_size"]
     if image_size % patch_size:
-        raise common.UserError(f"--image-size {image_size} is not a multiple of the patch size "
-                               f"{patch_size}")
-    images, val = (data.open_images(args.data, split, image_size) for split in ("train", "val"))
+        raise UserError(f"--image-size {image_size} is not a multiple of the patch size "
+                        f"{patch_size}")
+    dataset, val = (data.open_images(args.data, split, image_size) for split in ("train", "val"))
 
     common.seed_everything(args.seed)
-    sources = {}
     if checkpoint:
         encoder = load_encoder(checkpoint, image_size // patch_size, args.drop_path)
-        sources = {"encoder": digest_weights(encoder)}
     else:
         encoder = build_vit(args.model or "vit_base", image_size=image_size,
                             patch_size=patch_size, drop_path=args.drop_path)
-    common.apply_recipe(args, encoder)
-    classifier = Classifier(encoder, len(images.classes), args.pool).to(machine.device)
-    lr_scale = common.layerwise_lr(len(encoder.blocks), args.layer_decay)
-    return fit_classifier(args, machine, encoder, classifier, images, val, sources,
-                          lr_scale=lr_scale, erase=True)
+    apply_recipe(args, encoder)
+    # a thousandth of the usual size, as in the release
+    head = LinearHead(encoder.dim, len(dataset.classes), args.pool, std=0.001 * 0.02)
+    classifier = Classifier(encoder, head).to(machine.device)
+    return fit_classifier(args, machine, classifier, dataset, val, erase=True,
+                          lr_scale=layerwise_lr(len(encoder.blocks), args.layer_decay))
 
 
 if __name__ == "__main__":

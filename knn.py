@@ -6,6 +6,7 @@
 Results are appended to knn.jsonl.
 """
 
+import argparse
 import functools
 import json
 from pathlib import Path
@@ -17,25 +18,29 @@ from torch import Tensor
 import common
 import data
 from checkpoint import load_encoder
+from common import number, positive_int
 from model import ViT
 
 
 def parse_args(argv: list[str] | None = None):
-    parser = common.make_parser(__doc__, batch_size=256, without=("--seed",),
-                                batches="images per batch of a process",
-                                out="that of the first checkpoint")
-    common.add_flags(parser, "k-NN", {
-        "checkpoints": dict(nargs="+", metavar="CHECKPOINT",
-                            help="of ExPLoRe, the authors' release or timm"),
-        "-k": dict(default=20, help="neighbors that vote"),
-        "--temperature": dict(default=0.07, range="(0, inf)", metavar="T",
-                              help="a neighbor's vote weighs exp(cosine / T)"),
-    })
-    return common.parse(parser, argv, "knn")
+    parser = common.make_parser(__doc__)
+    group = parser.add_argument_group("k-NN")
+    group.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT",
+                       help="of ExPLoRe, of the authors' release, or with timm's names")
+    group.add_argument("-k", type=positive_int, default=20, help="neighbors that vote")
+    group.add_argument("--temperature", type=number(float, "(0, inf)"), default=0.07, metavar="T",
+                       help="a neighbor's vote weighs exp(cosine / T)")
+    group.add_argument("--batch-size", type=positive_int, default=256,
+                       help="images of one forward pass of one process")
+    group.add_argument("--compile", action=argparse.BooleanOptionalAction,
+                       help="use torch.compile (default: on a GPU)")
+    group.add_argument("--out", metavar="FOLDER",
+                       help="where knn.jsonl is (default: the folder of the first checkpoint)")
+    return parser.parse_args(argv)
 
 
 @torch.no_grad()
-def extract(encoder: ViT, images: data.Images, batch_size: int, machine: common.Machine,
+def extract(encoder: ViT, images: data.ImageDataset, batch_size: int, machine: common.Machine,
             what: str) -> tuple[Tensor, Tensor]:
     """[CLS] after the norm, of unit length -> (features [M, D], labels [M]) in all processes.
 

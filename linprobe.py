@@ -9,42 +9,34 @@ from torch import Tensor, nn
 
 import common
 import data
-import finetune  # a probe is finetuning with everything but the head frozen: the same loop
-from checkpoint import digest_weights, load_encoder
+import finetune  # a probe is a classifier whose encoder is frozen, trained in the same loop
+from checkpoint import load_encoder
 from model import init_weights
 
 
 def parse_args(argv: list[str] | None = None):
-    parser = common.make_parser(__doc__, batch_size=2048)
-    common.add_flags(parser, "probe", {
-        "checkpoint": dict(metavar="CHECKPOINT",
-                           help="of ExPLoRe, the authors' release or timm"),
-        "--probe": dict(
-            choices=("linear", "ep"), default="linear",
-            help="linear: on [CLS]; ep: Efficient Probing, 32 queries on the patch tokens"),
-    })
-    common.add_trainer_flags(parser, epochs=100, warmup=10, lr=2e-3, min_lr=0.0,
-                             weight_decay=0.0, clip_grad=0.0)
+    parser = common.make_parser(__doc__)
+    group = parser.add_argument_group("probe")
+    group.add_argument("checkpoint", metavar="CHECKPOINT",
+                       help="of ExPLoRe, of the authors' release, or with timm's names")
+    group.add_argument(
+        "--probe", choices=("linear", "ep"), default="linear",
+        help="linear: a linear layer on [CLS]; ep: Efficient Probing, with 32 queries on the patch "
+             "tokens")
+    common.add_run_flags(parser, batch_size=2048, lr=2e-3, min_lr=0.0, weight_decay=0.0,
+                         clip_grad=0.0)
+    common.add_epoch_flags(parser, epochs=100, warmup=10)
     finetune.add_supervised_flags(parser)
-    return common.parse(parser, argv, "linprobe")
-
-
-class LinearProbe(nn.Module):
-    """tokens [B, 1 + N, D] -> logits [B, C] from [CLS]"""
-
-    def __init__(self, dim: int, classes: int):
-        super().__init__()
-        self.head = nn.Linear(dim, classes)
-        init_weights(self)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(tokens[:, 0])
+    args = common.parse_run(parser, argv, "linprobe")
+    if args.warmup_epochs is None:
+        args.warmup_epochs = args.epochs * (10 / 100)
+    return args
 
 
 class EfficientProbe(nn.Module):
-    """Efficient Probing: learned queries attend to the patches, without a key projection.
+    """The head of Efficient Probing: learned queries attend to the patches, without keys.
 
-    Each of Q queries pools its own slice of the patches' value projection; Q must divide D.
+    Each of Q queries pools its own slice of the patches' value projection, so Q must divide D.
     tokens [B, 1 + N, D] -> logits [B, C]
     """
 
@@ -69,18 +61,14 @@ class EfficientProbe(nn.Module):
 def main(args) -> dict[str, float]:
     """-> top-1 and top-5 accuracy of the best epoch on val/, in percent"""
     machine = common.Machine(args)
-    encoder = load_encoder(args.checkpoint).eval().requires_grad_(False)
-    sources = {"encoder": digest_weights(encoder)}
-    images, val = (data.open_images(args.data, split, encoder.config["image_size"])
-                   for split in ("train", "val"))
-    encoder.to(machine.device)
-    if machine.compile:
-        encoder.compile()
+    encoder = load_encoder(args.checkpoint).requires_grad_(False)
+    dataset, val = (data.open_images(args.data, split, encoder.config["image_size"])
+                    for split in ("train", "val"))
     common.seed_everything(args.seed)
-    kind = LinearProbe if args.probe == "linear" else EfficientProbe
-    probe = kind(encoder.dim, len(images.classes)).to(machine.device)
-    return finetune.fit_classifier(args, machine, encoder, probe, images, val, sources,
-                                   features=lambda pixels: encoder(pixels)[0])   # [B, 1 + N, D]
+    kind = finetune.LinearHead if args.probe == "linear" else EfficientProbe
+    head = kind(encoder.dim, len(dataset.classes))
+    probe = finetune.Classifier(encoder, head).to(machine.device)
+    return finetune.fit_classifier(args, machine, probe, dataset, val)
 
 
 if __name__ == "__main__":

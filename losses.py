@@ -48,8 +48,9 @@ def routed_mean(loss: Tensor, weight: Tensor) -> Tensor:
 
     loss [B, N], weight [B, N] >= 0 -> scalar, the mean over images. Dispatch
     weights learn from it: a patch whose loss is above its image's weighted mean
-    loses weight, one below gains. Dividing by the sum keeps the router from
-    shrinking all weights to make the loss small. All zero, an image counts as zero.
+    loses weight, and one whose loss is below gains. Dividing by the sum keeps the
+    router from shrinking all weights to make the loss small. An image whose weights
+    are all zero contributes zero.
     """
     total = weight.sum(1).clamp_min(torch.finfo(weight.dtype).tiny)
     return ((weight * loss).sum(1) / total).mean()
@@ -59,23 +60,26 @@ def patch_weights(routing, expert: int, source: str = "dispatch",
                   detach: bool = False) -> Tensor:
     """The coupling: how much a student's patch counts in the loss of `expert`.
 
-    `routing` has a block's `dispatch` and `combine` [B, T, E]; `source` names one
-    of them, or "uniform" -> [B, T - 1]. Detached weights still weight the loss, but
-    send the router no gradient: the paper's main ablation.
+    `routing` is a block's Routing: `dispatch` and `combine` [B, T, E], [CLS] first.
+    `source` names one of them, or "uniform" for ones -> [B, T - 1]. Detached weights
+    still weight the loss, but the router gets no gradient from it: this is the
+    paper's main ablation.
     """
     if source == "uniform":
         return torch.ones_like(routing.dispatch[:, 1:, 0])
     weight = getattr(routing, source)[:, 1:, expert]      # [CLS] has no patch loss
-    weight = weight + 1e-30      # if [CLS] takes all, the others are equal
+    # avoids 0 / 0 when all weight is on [CLS]; far below any weight that matters,
+    # and above the smallest float32, 1e-38, also when a few hundred are summed
+    weight = weight + 1e-30
     return weight.detach() if detach else weight
 
 
 def dispatch_entropy(dispatch: Tensor) -> Tensor:
     """Eq. 6: entropy in nats of each expert's distribution over tokens.
 
-    dispatch [B, T, E], sums to 1 over T -> [E], the mean over images: ln(T) is
-    uniform, 0 is all weight on one token. The paper's ablation takes the same sum
-    over combine weights.
+    dispatch [B, T, E], which sums to 1 over T -> [E], the mean over images. The
+    entropy is ln(T) for uniform weights, and 0 if one token has all. The paper's
+    ablation takes the same sum over combine weights.
     """
     log = dispatch.clamp_min(torch.finfo(dispatch.dtype).tiny).log()     # 0 log 0 = 0
     return -(dispatch * log).sum(1).mean(0)
@@ -86,28 +90,29 @@ def variation(dispatch: Tensor) -> Tensor:
     return (dispatch.std(1, unbiased=False) / dispatch.mean(1)).mean(0)
 
 
-def router_balance(dispatch: Tensor, loss: Tensor, patches: Tensor) -> Tensor:
-    """The lambda at which a router keeps its weights as far apart as they are.
+def equilibrium_lambda(dispatch: Tensor, loss: Tensor, patches: Tensor) -> Tensor:
+    """The lambda for which the present variation of expert 0's weights is the best one.
 
-    dispatch [B, N, E] of the student's patches, loss [B, N] of expert 0,
-    and which patches it is on, [B, N] -> scalar.
+    dispatch [B, N, E] of the student's patches, loss [B, N] of each patch for
+    expert 0, patches [B, N]: 1 for those that the loss is on, else 0 -> scalar.
 
-    Let w be an image's weights over their mean. Near uniform, weights k
-    times as far apart change Eq. 8 by
-    k cov(w of expert 0, loss) + lambda k^2 / 2 (sum over experts of var(w)),
-    smallest at k = 1 if lambda is -cov / (sum of var). This assumes one
-    lambda for all experts, and no other routed loss.
+    Let w be an image's weights divided by their mean, and let k scale how far they
+    are from 1. For weights that are nearly uniform, Eq. 8 as a function of k is a
+    constant plus k cov(w of expert 0, loss) + lambda k^2 / 2 (sum over experts of
+    var(w)). It is smallest at k = 1 if lambda is -cov / (sum of var). This assumes
+    one lambda for all experts, and no other routed loss.
     """
+    # what weighting takes off the loss is -cov
     gain = routed_mean(loss, patches) - routed_mean(loss, dispatch[..., 0] * patches)
     spread = (dispatch.var(1, unbiased=False) / dispatch.mean(1).square()).sum(-1)
-    return gain / spread.mean()      # the gain of weighting is -cov
+    return gain / spread.mean()
 
 
 def importance_loss(combine: Tensor) -> Tensor:
     """Squared coefficient of variation of the experts' total combine weights.
 
-    combine [B, T, E] -> scalar. The paper names dispatch weights; their total is 1
-    for every expert and image: nothing to penalize.
+    combine [B, T, E] -> scalar. The paper names dispatch weights, but their total is
+    1 for every expert and image, so there would be nothing to penalize.
     """
     total = combine.sum((0, 1))
     return total.var(unbiased=False) / total.mean().square()
@@ -137,19 +142,29 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         loss_block = max(pred.routing, default=0)
     blocks = [loss_block] if isinstance(loss_block, int) else loss_block
     routings = [pred.routing[block] for block in blocks] if pred.routing else []
+    if routings:
+        # [blocks, B, T, E]
+        dispatch = torch.stack([routing.dispatch for routing in routings])
+        combine = torch.stack([routing.combine for routing in routings])
+    losses = {}
+    metrics = {}
 
-    def routed(loss: Tensor, patches: Tensor, expert: int | None) -> Tensor:
-        """The mean over `patches`, [B, N] as the loss, weighted by `expert`.
-
-        Sparse: of the token loss, [B, V].
-        """
+    def couple(name: str, loss: Tensor, patches: Tensor, expert: int | None):
+        """Adds the mean of `loss` [B, N] over `patches` [B, N], weighted by `expert`."""
+        plain = routed_mean(loss, patches)
         if not routings or expert is None:
-            return routed_mean(loss, patches)
-        weight = torch.stack([patch_weights(each, expert, loss_weights, detach)
-                              for each in routings]).mean(0)
-        if loss_weights == "combine":      # not normalized: all of them can vanish
-            return routed_mean(weight * loss, patches)
-        return routed_mean(loss, weight * patches)
+            losses[name] = plain
+            return
+        weight = torch.stack([patch_weights(routing, expert, loss_weights, detach)
+                              for routing in routings]).mean(0)
+        if loss_weights == "combine":      # not normalized: all weights can vanish
+            losses[name] = routed_mean(weight * loss, patches)
+            neutral = plain / combine.shape[-1]      # because their mean is 1 / E
+        else:
+            losses[name] = routed_mean(loss, weight * patches)
+            neutral = plain
+        metrics[f"{name}_unweighted"] = plain
+        metrics[f"{name}_ratio"] = losses[name] / neutral
 
     dense = pred.ids_keep is None
     tokens = pred.tokens.float()
@@ -162,11 +177,13 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         index = pred.ids_keep[..., None].expand(-1, -1, target.shape[-1])
         target = target.gather(1, index)      # [B, V, D]
         patches = torch.ones_like(pred.ids_keep, dtype=masked.dtype)
-    losses = {}
-    parts = {}      # loss of each patch [B, N], which patches count, expert
 
     if "token" in objectives:
-        parts["token"] = token_loss(tokens[:, 1:], target), patches, 0
+        loss = token_loss(tokens[:, 1:], target)
+        couple("token", loss, patches, expert=0)
+        if routings:
+            metrics["equilibrium_lambda"] = equilibrium_lambda(dispatch.mean(0)[:, 1:], loss,
+                                                               patches)
 
     if "cls" in objectives:
         losses["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
@@ -174,36 +191,22 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     if "pixel" in objectives:      # sparse: masked patches have no weights
         patch_size = math.isqrt(pred.pixels.shape[-1] // 3)
         loss = pixel_loss(pred.pixels.float(), images, patch_size)
-        parts["pixel"] = loss, masked, 1 if dense else None
+        couple("pixel", loss, masked, expert=1 if dense else None)
 
-    losses |= {name: routed(*part) for name, part in parts.items()}
-    metrics = dict(losses)
+    metrics |= losses
     regularizer = targets.new_zeros(())
     if routings:
-        # [blocks, B, T, E]
-        dispatch = torch.stack([each.dispatch for each in routings])
-        combine = torch.stack([each.combine for each in routings])
         weights = dispatch if entropy_on == "dispatch" else combine
         entropy = dispatch_entropy(weights.flatten(0, 1))
         regularizer = -(entropy_weights * entropy).sum()               # Eq. 7
         metrics["entropy_loss"] = regularizer
         metrics["entropy"] = dispatch_entropy(dispatch.flatten(0, 1))
         metrics["dispatch_cv"] = variation(dispatch.mean(0)[:, 1:])
-        if "token" in parts:
-            loss, patches, _ = parts["token"]
-            metrics["balance"] = router_balance(dispatch.mean(0)[:, 1:], loss, patches)
         metrics["cls_share"] = dispatch[:, :, 0].mean((0, 1))
         if importance_weight:
-            importance = torch.stack([importance_loss(block) for block in combine])
-            metrics["importance_loss"] = importance.mean()
-            regularizer = regularizer + importance_weight * importance.mean()
-        # 1 is neutral for combine weights, too: their mean is 1 / E
-        scale = combine.shape[-1] if loss_weights == "combine" else 1
-        for name, (loss, patches, expert) in parts.items():
-            if expert is not None:
-                plain = routed_mean(loss, patches)
-                metrics[f"{name}_unweighted"] = plain
-                metrics[f"{name}_ratio"] = scale * losses[name] / plain
+            importance = torch.stack([importance_loss(each) for each in combine]).mean()
+            metrics["importance_loss"] = importance
+            regularizer = regularizer + importance_weight * importance
     metrics = {name: value.detach() for name, value in metrics.items()}
     return (torch.stack([losses[name] for name in objectives]), regularizer,
             metrics)

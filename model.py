@@ -24,6 +24,7 @@ PRESETS = {
     "vit_base": dict(dim=768, depth=12, heads=12),   # the paper's ViT-B/16
     "vit_large": dict(dim=1024, depth=24, heads=16),
 }
+DECODER = dict(dim=512, depth=8, heads=16)      # App. E
 
 
 # ----------------------------------------------------------------------------- Soft-MoE
@@ -271,7 +272,7 @@ class PixelDecoder(nn.Module):
     It is discarded after pretraining.
     """
 
-    def __init__(self, encoder: ViT, dim: int = 512, depth: int = 8, heads: int = 16):
+    def __init__(self, encoder: ViT, dim: int, depth: int, heads: int):
         super().__init__()
         self.embed = nn.Linear(encoder.dim, dim)
         self.mask_token = nn.Parameter(torch.empty(1, 1, dim))
@@ -310,13 +311,14 @@ class Explore(nn.Module):
     decoder for pixels.
 
     Sparse encoding processes the visible patches alone, as MAE does. Dense encoding processes
-    all, with a mask token in place of the masked ones, as BEiT does. `loss_router`, the paper's
-    future work, adds a router of two experts for the losses alone, on the final tokens: Routing
-    number len(encoder.blocks).
+    all, with a mask token in place of the masked ones, as BEiT does. `pixels` adds a decoder of
+    size `decoder`. `loss_router`, the paper's future work, adds a router of two experts for the
+    losses alone, on the final tokens: Routing number len(encoder.blocks).
     """
 
     def __init__(self, encoder: ViT, teacher_dim: int, mask_ratio: float = 0.4,
-                 dense: bool = False, pixels: bool = False, loss_router: bool = False):
+                 dense: bool = False, pixels: bool = False, loss_router: bool = False,
+                 decoder: dict = DECODER):
         super().__init__()
         self.encoder, self.dense = encoder, dense
         self.visible = encoder.grid ** 2 - int(mask_ratio * encoder.grid ** 2)
@@ -324,7 +326,7 @@ class Explore(nn.Module):
         init_weights(self.head)
         mask_token = nn.Parameter(torch.empty(1, 1, encoder.dim))
         self.mask_token = nn.init.trunc_normal_(mask_token, std=0.02) if dense else None
-        self.decoder = PixelDecoder(encoder) if pixels else None
+        self.decoder = PixelDecoder(encoder, **decoder) if pixels else None
         self.loss_router = Router(encoder.dim, 2) if loss_router else None
 
     def forward(self, images: Tensor, mask: Tensor) -> Prediction:

@@ -22,10 +22,11 @@ from torchvision.utils import make_grid
 
 import common
 import data
-from checkpoint import LoadError, digest_weights, load_checkpoint, load_encoder
+from checkpoint import LoadError, digest_input, load_checkpoint, load_encoder
+from common import non_negative_int, number, positive_int
 from losses import dispatch_entropy, token_loss, variation
 from model import Explore, Router
-from run import plain
+from run import rounded
 from teacher import Teacher, build_teacher
 
 # low to high, blue over gray to red: colors at equal distances
@@ -38,23 +39,24 @@ TOKENS = 10_000                       # drawn for silhouette and correlation
 
 
 def parse_args(argv: list[str] | None = None):
-    parser = common.make_parser(__doc__, batch_size=64, batches="images per batch",
-                                out="the first checkpoint's", without=("--compile",))
-    common.add_flags(parser, "routing", {
-        "checkpoints": dict(nargs="+", metavar="CHECKPOINT",
-                            help="one or two models with experts"),
-        "--images": dict(
-            default=200, help=f"images to measure, drawn by --seed; the first {IMAGES} "
-                              "become pictures"),
-        "--block": dict(
-            type=int, range="[0, inf)",
-            help="MoE block of heatmaps, correlation and foreground (default: the "
-                 "checkpoint's last loss block)"),
-    })
-    args = common.parse(parser, argv, "routing")
-    if len(args.checkpoints) > 2:
-        parser.error(f"{len(args.checkpoints)} checkpoints: give one, or two to compare")
-    return args
+    parser = common.make_parser(__doc__)
+    group = parser.add_argument_group("routing")
+    group.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="models with experts")
+    group.add_argument(
+        "--images", type=positive_int, default=200,
+        help=f"images to measure, drawn by --seed; the first {IMAGES} become pictures")
+    group.add_argument(
+        "--block", type=non_negative_int,
+        help="the MoE block of heatmaps, correlation and foreground (default: the last block whose "
+             "weights the checkpoint's loss used)")
+    group.add_argument("--batch-size", type=positive_int, default=64,
+                       help="images of one forward pass")
+    group.add_argument("--seed", type=number(int, "[0, 4294967296)"), default=42,
+                       help="draws the images")
+    group.add_argument(
+        "--out", metavar="FOLDER",
+        help="where pictures and routing.json go (default: the folder of the first checkpoint)")
+    return parser.parse_args(argv)
 
 
 # ------------------------------------------------------------------------------ numbers
@@ -109,9 +111,8 @@ def find_teacher(checkpoint: dict, grid: int) -> Teacher | None:
         if not name:
             raise LoadError("it is not a pretraining checkpoint")
         teacher = build_teacher(name, grid)
-        digest = digest_weights(teacher)
-        if checkpoint.get("sources", {}).get("teacher", digest) != digest:
-            raise LoadError(f"the weights of {name} have changed")
+        if checkpoint["inputs"]["teacher"] != digest_input(name):
+            raise LoadError(f"the contents of {name} have changed")
         return teacher
     except LoadError as error:
         print(f"{checkpoint['path']}: no correlation with the distillation loss: {error}")
@@ -311,7 +312,7 @@ def main(args) -> list[dict]:
     models, tensors = zip(*(measure(path, args, machine) for path in args.checkpoints))
     rows = [(numbers["name"], each["weights"]) for numbers, each in zip(models, tensors)]
     heatmaps(tensors[0]["pixels"], rows).save(out / "heatmaps.png")
-    (out / "routing.json").write_text(json.dumps(plain(models), indent=1) + "\n")
+    (out / "routing.json").write_text(json.dumps(rounded(models), indent=1) + "\n")
     for numbers in models:
         report(numbers)
     try:

@@ -1,12 +1,13 @@
-"""A training run in its folder: it logs, saves, resumes, refuses what does not fit, leaves.
+"""A training run in its folder: its log, its checkpoints, resuming, and stopping on request.
 
-It knows no stage. Checkpoints are written whole or not at all; a run that resumes is the run
+It knows no stage. A checkpoint is written whole or not at all, and a run that resumes is the run
 that was never stopped.
 """
 
 import contextlib
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -18,35 +19,34 @@ from torch import Tensor
 from tqdm import tqdm
 
 import data
-from checkpoint import first_line, load_checkpoint
+from checkpoint import digest_input, first_line, load_checkpoint
 from common import FREE_FLAGS, STOP_SIGNALS, Machine, Plan, UserError, flag, leave_group, lock
 
-# what a run is made of besides its flags
-SOURCES = {"teacher": "the weights of --teacher", "encoder": "the weights in CHECKPOINT",
-           "images": "the class or file names in --data"}
 LOG_EVERY = 20      # steps
-PATIENCE = 20       # skipped updates in a row; fp16's scaler settles in fewer
+# Updates skipped in a row after which a run stops. fp16's scaler starts at 2 ** 16 and halves at
+# each: after 16 it would be 1, so more of them do not come from the scale.
+PATIENCE = 20
 
 
 class Log:
-    """log.jsonl: means since its last line, over all processes, and speed and memory."""
+    """log.jsonl: means since the last line over all processes, speed, and memory."""
 
     def __init__(self, path: Path, machine: Machine, step: int, batch_size: int):
         self.path, self.machine, self.batch_size = path, machine, batch_size
         self.restart(step)
-        if machine.rank == 0 and path.exists():      # steps that a killed run did not save
+        if machine.rank == 0 and path.exists():      # a killed run logged steps it did not save
             lines = path.read_text().splitlines(keepends=True)
             kept = [line for line in lines
                     if line.endswith("\n") and json.loads(line)["step"] <= step]
             path.write_text("".join(kept))
 
     def restart(self, step: int):
-        """After `step`; evaluation and saving do not count as training."""
+        """Measures from `step` on, so that evaluation and saving do not count as training."""
         self.step, self.since, self.waited = step, time.perf_counter(), 0.0
         self.metrics = []
 
     def add(self, metrics: dict[str, Tensor]):
-        """Keeps detached scalars and vectors on the device."""
+        """Keeps detached scalars and vectors, on their device."""
         self.metrics.append(metrics)
 
     def waiting(self, batches):
@@ -58,8 +58,9 @@ class Log:
             start = time.perf_counter()
 
     def means(self, step: int) -> dict:
-        """A line for `step`. But for saving and evaluation, the host waits for the device here
-        alone.
+        """-> the line for `step`.
+
+        In training, this is the only place where the host waits for the device.
         """
         line = {}
         for name in dict.fromkeys(name for metrics in self.metrics for name in metrics):
@@ -76,35 +77,40 @@ class Log:
     def write(self, line: dict):
         if self.machine.rank == 0:
             with open(self.path, "a") as file:
-                file.write(json.dumps(plain(line)) + "\n")
+                file.write(json.dumps(rounded(line)) + "\n")
 
 
 class Run:
-    """A training run in its folder: it resumes, logs, saves, and leaves when it is asked to.
+    """A training run in its folder `args.out`: it resumes, logs, saves, and stops when asked to.
 
-    encoder: the arguments that rebuild the encoder. sources: digests of what the run is made of
-    besides its flags, by the names in SOURCES. score: the one by which evaluations are compared.
-    shown: fields of the log for the progress bar. parts: what a checkpoint consists of, such as
-    model and optimizer.
+    dataset: what it trains on. encoder: the arguments that rebuild the encoder. shown: the fields
+    of the log that the progress bar shows. parts: what a checkpoint consists of, such as model and
+    optimizer.
     """
 
-    def __init__(self, args, machine: Machine, plan: Plan, encoder: dict,
-                 sources: dict[str, str], score: str = "", shown=("loss",), **parts):
+    def __init__(self, args, machine: Machine, plan: Plan, dataset, encoder: dict,
+                 shown=("loss",), **parts):
         self.args, self.machine, self.plan, self.folder = args, machine, plan, Path(args.out)
-        self.score = score
         self.shown = shown
         self.parts = parts | {"scaler": machine.scaler}
-        self.description = {"encoder": encoder, "args": vars(args), "sources": sources}
-        self.best, self.line, self.skipped, self.signals = {}, {}, 0, []
+        files = {name: getattr(args, name, None) for name in ("teacher", "checkpoint")}
+        inputs = {name: digest_input(file) for name, file in files.items() if file}
+        inputs["images"] = len(dataset)
+        inputs["classes"] = list(getattr(dataset, "classes", []))
+        self.description = {"encoder": encoder, "args": vars(args), "inputs": inputs}
+        self.best = {}               # the best evaluation's scores
+        self.line = {}               # of the log, the last one
+        self.skipped_in_a_row = 0
+        self.signals = []            # received and not yet acted on
         self.saved_at = time.monotonic()
-        self.good = "nothing was saved yet"
+        self.saved_step = None       # of last.pt
         self.lock = lock(self.folder) if machine.rank == 0 else contextlib.nullcontext()
         self.first = self.resume()
         self.last = max(self.first, min(plan.steps, args.max_steps or plan.steps))
         self.log = Log(self.folder / "log.jsonl", machine, self.first, args.batch_size)
 
     def resume(self) -> int:
-        """Loads last.pt, where there is one -> the first step, the same in all processes."""
+        """Loads last.pt, if there is one -> the first step, the same in all processes."""
         last = self.folder / "last.pt"
         step = 0
         try:
@@ -116,35 +122,51 @@ class Run:
                 for name, part in self.parts.items():
                     part.load_state_dict(state[name])
                 self.best = state["best"]
-                step = state["step"]
-                self.good = f"{last} holds step {step}"
+                self.saved_step = step = state["step"]
         except (KeyError, RuntimeError, ValueError) as error:
             raise UserError(f"cannot resume from {last} ({first_line(error)}); remove it to "
                             "start over") from error
-        highest, lowest = self.machine.largest(step, -step)
-        if highest != -lowest:
+        if not self.machine.agree(step):
             raise UserError("not all processes see the same last.pt: --out must be on a disk "
                             "that all machines share")
         return step
 
     def refuse_changes(self, state: dict):
-        """What a run was made of does not change under it."""
-        new, old = self.description["args"], state["args"]
+        """Raises UserError if last.pt is of a run with other flags, input files or classes.
+
+        Another number of images is allowed, because a broken one may have been removed.
+        """
+        new = self.description["args"]
+        old = state["args"]
         if new["stage"] != old.get("stage"):
             raise UserError(f"{self.folder} holds a run of {old.get('stage')}.py: give another "
                             "--out")
         changes = [f"{flag(name)} was {old.get(name)}, is {new.get(name)}"
                    for name in sorted(new | old)
                    if name not in FREE_FLAGS and new.get(name) != old.get(name)]
-        changes += [f"{SOURCES[name]} changed"
-                    for name, digest in self.description["sources"].items()
-                    if digest != state["sources"].get(name)]
+        inputs = self.description["inputs"]
+        for name, title in (("teacher", "--teacher"), ("checkpoint", "CHECKPOINT")):
+            if inputs.get(name) != state["inputs"].get(name):
+                same = new[name] == old[name]
+                changes.append(f"the contents of {title} {new[name]} changed" if same
+                               else f"{title} was {old[name]}, is {new[name]}")
+        if inputs["classes"] != state["inputs"]["classes"]:
+            changes.append(f"the classes in --data {new['data']} changed")
         if changes:
             raise UserError(f"{self.folder} holds another run ({'; '.join(changes)}): give the "
                             "same flags and files to resume, or another --out")
+        if inputs["images"] != state["inputs"]["images"] and self.machine.rank == 0:
+            print(f"--data {new['data']} had {state['inputs']['images']} images, and now has "
+                  f"{inputs['images']}: the run goes on with these")
+
+    def saved(self) -> str:
+        """A sentence about what last.pt holds."""
+        if self.saved_step is None:
+            return "nothing was saved yet"
+        return f"{self.folder / 'last.pt'} holds step {self.saved_step}"
 
     def announce(self, *what: str):
-        """The first lines that a run prints."""
+        """Prints the first lines of a run: what it is, and where it is."""
         if self.machine.rank == 0:
             flags = json.dumps(vars(self.args), indent=1)
             (self.folder / "args.json").write_text(flags + "\n")
@@ -153,10 +175,13 @@ class Run:
                 *what, f"steps {self.first} to {self.last} of {self.plan.steps}, "
                 f"{self.plan.epoch_steps} an epoch",
                 f"{self.machine.world} x {self.machine.device.type} in {precision}"])
-            print(f"{self.args.stage}: {what}\n{self.folder}: {self.good}", flush=True)
+            where = f"resumes, {self.saved()}" if self.first else "a new run"
+            print(f"{self.args.stage}: {what}\n{self.folder}: {where}", flush=True)
 
     def batches(self, views):
-        """The micro-batches of the steps to do; --repeat-batch: those of step 0, repeatedly."""
+        """Yields the micro-batches of the steps to do. With --repeat-batch, those of step 0 come
+        again and again.
+        """
         args, machine, plan = self.args, self.machine, self.plan
         first, last = (0, 1) if args.repeat_batch else (self.first, self.last)
         order = data.train_order(len(views), args.batch_size, plan.micro_batch, args.seed,
@@ -178,9 +203,10 @@ class Run:
                                     refresh=False)
 
     def hear_signals(self):
-        """Signals ask to finish the step, save and leave; a second Ctrl-C leaves at once.
+        """Makes a signal a request to finish the step, save and leave.
 
-        What is ignored stays so, such as SIGHUP under nohup.
+        A second Ctrl-C leaves at once. A signal that is ignored stays so, such as SIGHUP under
+        nohup.
         """
         def receive(number, frame):
             self.signals.append(number)
@@ -191,56 +217,72 @@ class Run:
                 signal.signal(number, receive)
 
     def end_step(self, step: int, evaluate=None) -> dict:
-        """A log line every 20 steps; a checkpoint by schedule, clock or signal. -> the line
+        """Logs, evaluates, saves and stops, each if it is time -> the log's line, or {}.
 
-        By the schedule, `evaluate` returns scores, and best.pt keeps the step with the highest.
-        Without it, the schedule keeps an epoch_NNNN.pt.
+        `evaluate` returns scores in percent, of which the first decides which step is the best.
         """
         done = step + 1
         scheduled = done % self.plan.save_every == 0 or done == self.plan.steps
         overdue = 0 < 60 * self.args.save_minutes <= time.monotonic() - self.saved_at
+        # all processes do the same, whichever got the signal
         overdue, number = self.machine.largest(overdue, max(self.signals, default=0))
         saves = scheduled or overdue or number or done == self.last
         if not saves and done % LOG_EVERY:
             return {}
-        steps = done - self.log.step
-        group = self.parts["optimizer"].param_groups[0]
-        self.line = self.log.means(done)
-        self.line |= {"epoch": done / self.plan.epoch_steps,
-                      "lr": group["lr"] / group["lr_scale"]}
+        self.line = self.measure_line(done)
         if scheduled and evaluate:
-            scores = evaluate()
-            self.line |= scores
-            if scores[self.score] > self.best.get(self.score, -1.0):
-                self.best = scores
-                self.save("best.pt", done)
+            self.line |= self.keep_best(done, evaluate())
         elif scheduled:
             self.save(f"epoch_{done // self.plan.epoch_steps:04d}.pt", done)
         self.log.write(self.line)
-        self.skipped = self.skipped + steps if self.line["skipped"] == steps else 0
-        if self.skipped >= PATIENCE:
-            raise UserError(f"step {done}: {self.skipped} updates in a row had no finite "
-                            f"gradient; {self.good}. To try: resume with --amp bf16 or off, or "
-                            "restart with a lower --lr")
+        self.stop_if_stuck(done)
         if saves:
             self.save("last.pt", done, tuple(self.parts))
             self.saved_at = time.monotonic()
-            self.good = f"{self.folder / 'last.pt'} holds step {done}"
+            self.saved_step = done
         if number:
-            if self.machine.rank == 0:
-                print(f"{signal.Signals(number).name}: {self.good}; the same command resumes",
-                      flush=True)
-            leave_group()
-            sys.exit(130 if number == signal.SIGINT else 0)
+            self.leave(number)
         self.log.restart(done)
         return self.line
 
+    def measure_line(self, done: int) -> dict:
+        """The log's line after `done` steps: what is measured, epoch and learning rate."""
+        group = self.parts["optimizer"].param_groups[0]
+        return self.log.means(done) | {"epoch": done / self.plan.epoch_steps,
+                                       "lr": group["lr"] / group["lr_scale"]}
+
+    def keep_best(self, done: int, scores: dict[str, float]) -> dict[str, float]:
+        """Writes best.pt if the first score is the highest so far -> the scores"""
+        score = next(iter(scores))
+        if scores[score] > self.best.get(score, -1.0):
+            self.best = scores
+            self.save("best.pt", done)
+        return scores
+
+    def stop_if_stuck(self, done: int):
+        """Raises UserError after PATIENCE skipped updates in a row."""
+        steps = done - self.log.step
+        all_skipped = self.line["skipped"] == steps
+        self.skipped_in_a_row = self.skipped_in_a_row + steps if all_skipped else 0
+        if self.skipped_in_a_row >= PATIENCE:
+            raise UserError(f"step {done}: {self.skipped_in_a_row} updates in a row had no finite "
+                            f"gradient; {self.saved()}. To try: resume with --amp bf16 or off, or "
+                            "restart with a lower --lr")
+
+    def leave(self, number: int):
+        """Ends all processes after a signal, once last.pt is written."""
+        if self.machine.rank == 0:
+            print(f"{signal.Signals(number).name}: {self.saved()}; the same command resumes",
+                  flush=True)
+        leave_group()
+        sys.exit(130 if number == signal.SIGINT else 0)
+
     def save(self, name: str, step: int, parts: tuple[str, ...] = ("model",)):
-        """Writes a checkpoint of `parts` whole or not at all, and never one that holds a NaN."""
+        """Writes a checkpoint of `parts`, whole or not at all, and never one that holds a NaN."""
         state = {part: self.parts[part].state_dict() for part in parts}
         if self.machine.largest(not finite(state))[0]:      # all processes stop, or none
             raise UserError(f"step {step}: the model or the optimizer holds a NaN or infinity; "
-                            f"{self.good}. To try: a lower --lr, a smaller --weight-decay, "
+                            f"{self.saved()}. To try: a lower --lr, a smaller --weight-decay, "
                             "--clip-grad 1")
         if self.machine.rank == 0:
             temporary = self.folder / f"{name}.tmp"
@@ -254,8 +296,10 @@ class Run:
         """Prints the last line of a run -> the best scores"""
         parts = [f"step {self.last} of {self.plan.steps}"]
         if self.line:
-            parts.append("{images_per_second:.0f} images/s, {loader_wait:.0%} of the time "
-                         "waiting for them, {memory_gib:.1f} GiB on the GPU".format(**self.line))
+            parts.append("{images_per_second:.0f} images/s, {loader_wait:.0%} of the time waiting "
+                         "for them".format(**self.line))
+            if self.machine.device.type == "cuda":
+                parts.append(f"{self.line['memory_gib']:.1f} GiB on the GPU")
         if self.best:
             scores = [f"{name} {value:.2f}%" for name, value in self.best.items()]
             parts.append("best " + ", ".join(scores))
@@ -271,7 +315,12 @@ def finite(state) -> bool:
     return not isinstance(state, Tensor) or bool(state.isfinite().all())
 
 
-def plain(value):
-    """For JSON: six digits of each number, and null for what is not finite."""
-    return json.loads(json.dumps(value), parse_constant=lambda text: None,
-                      parse_float=lambda text: float(f"{float(text):.6g}"))
+def rounded(value):
+    """Nested lists and dicts with six digits of each number; JSON has no NaN, so None for it."""
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(each) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

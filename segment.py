@@ -19,28 +19,43 @@ from torchvision.transforms.v2 import functional as TF
 
 import common
 import data
-import finetune  # segmentation is finetuning with other data, head and loss: the same loop
-from checkpoint import digest_weights, load_checkpoint, load_encoder
+import finetune  # segmentation is finetuning with other data, another head and another loss
+from checkpoint import load_checkpoint, load_encoder
+from common import non_negative, positive_int
 from model import IMAGENET_MEAN, ViT
+
+# the release's configuration of mmsegmentation: the auxiliary head's loss and its width
+AUXILIARY_WEIGHT = 0.4
+AUXILIARY_WIDTH = 256
 
 
 def parse_args(argv: list[str] | None = None):
-    parser = common.make_parser(__doc__, batch_size=16)
-    common.add_trainer_flags(parser, iterations=160_000, warmup=1500, lr=8e-5, min_lr=0.0,
-                             weight_decay=0.05, clip_grad=0.0)
-    common.add_transfer_flags(parser, layer_decay=0.85)
-    common.add_flags(parser, "segmentation", {
-        "checkpoint": dict(metavar="CHECKPOINT",
-                           help="of ExPLoRe, the authors' release or timm"),
-        "--crop-size": dict(
-            default=512,
-            help="of training crops and evaluation windows, whose stride is 2/3 of it"),
-        "--classes": dict(
-            type=int, help="classes 1 to X of the annotations, 0 is ignored (default: "
-                           "ADE20K's 150; 11 of shapes)"),
-        "--width": dict(default=768, help="of UperNet"),
-    })
-    return common.parse(parser, argv, "segment")
+    parser = common.make_parser(__doc__)
+    group = parser.add_argument_group("segmentation")
+    group.add_argument("checkpoint", metavar="CHECKPOINT",
+                       help="of ExPLoRe, of the authors' release, or with timm's names")
+    group.add_argument(
+        "--crop-size", type=positive_int, default=512,
+        help="pixels a side of training crops and of evaluation windows, whose stride is 2/3 of it")
+    group.add_argument(
+        "--classes", type=positive_int,
+        help="classes of the annotations, numbered from 1; 0 is ignored (default: ADE20K's 150, or "
+             "11 of shapes)")
+    group.add_argument("--width", type=positive_int, default=768, help="channels of UperNet")
+    common.add_run_flags(parser, batch_size=16, lr=8e-5, min_lr=0.0, weight_decay=0.05,
+                         clip_grad=0.0)
+    group = parser.add_argument_group("length")
+    group.add_argument("--iterations", type=positive_int, default=160_000,
+                       help="length of the run, in steps")
+    group.add_argument("--warmup-iterations", type=non_negative,
+                       help="steps of linear warm-up (default: 1500/160000 of --iterations)")
+    group.add_argument("--save-every", type=positive_int, default=8000,
+                       help="steps between evaluations")
+    finetune.add_transfer_flags(parser, layer_decay=0.85)
+    args = common.parse_run(parser, argv, "segment")
+    if args.warmup_iterations is None:
+        args.warmup_iterations = args.iterations * (1500 / 160_000)
+    return args
 
 
 # --------------------------------------------------------------------------------- data
@@ -75,18 +90,18 @@ class EvalScenes(Dataset):
     """Evaluation views of `scenes`, with classes 1 to `classes`, 0 ignored: a dict of image
     uint8 [3, h, w], its shorter side at `crop`, and annotation uint8 [H, W]."""
 
-    def __init__(self, scenes, crop: int, classes: int):
-        self.scenes, self.crop, self.classes = scenes, crop, classes
+    def __init__(self, dataset, crop: int, classes: int):
+        self.dataset, self.crop, self.classes = dataset, crop, classes
 
     def __len__(self) -> int:
-        return len(self.scenes)
+        return len(self.dataset)
 
     def scene(self, index: int) -> tuple[Tensor, Tensor]:
         """-> image uint8 [3, H, W], annotation uint8 [H, W]"""
-        image, _ = self.scenes[index]
-        annotation = self.scenes.annotation(index)
+        image, _ = self.dataset[index]
+        annotation = self.dataset.annotation(index)
         if annotation.shape != image.shape[1:] or annotation.max() > self.classes:
-            name = getattr(self.scenes, "annotations", range(len(self)))[index]
+            name = getattr(self.dataset, "annotations", range(len(self)))[index]
             raise common.LocalError(
                 f"the annotation {name} has shape {tuple(annotation.shape)}, its image "
                 f"{tuple(image.shape[1:])}; its classes end at {annotation.max()}, --classes "
@@ -201,8 +216,8 @@ class UperNet(nn.Module):
         self.output = nn.ModuleList(conv(width, width, 3) for _ in range(3))
         self.fuse = conv(4 * width, width, 3)
         self.classify = nn.Sequential(nn.Dropout2d(dropout), nn.Conv2d(width, classes, 1))
-        self.auxiliary = nn.Sequential(conv(dim, 256, 3), nn.Dropout2d(dropout),
-                                       nn.Conv2d(256, classes, 1))
+        self.auxiliary = nn.Sequential(conv(dim, AUXILIARY_WIDTH, 3), nn.Dropout2d(dropout),
+                                       nn.Conv2d(AUXILIARY_WIDTH, classes, 1))
 
     def forward(self, maps: list[Tensor]) -> tuple[Tensor, Tensor]:
         auxiliary = self.auxiliary(maps[2])
@@ -317,28 +332,31 @@ def main(args) -> dict[str, float]:
 
     common.seed_everything(args.seed)
     encoder = load_encoder(checkpoint, crop // patch_size, args.drop_path)
-    common.apply_recipe(args, encoder)
-    sources = {"encoder": digest_weights(encoder), "images": data.digest_names(scenes, val)}
+    finetune.apply_recipe(args, encoder)
     segmenter = Segmenter(encoder, classes, args.width).to(machine.device)
     if machine.world > 1 and machine.device.type == "cuda":
-        nn.SyncBatchNorm.convert_sync_batchnorm(segmenter)      # forward makes the host wait
+        # statistics over all processes' images; its forward pass makes the host wait
+        nn.SyncBatchNorm.convert_sync_batchnorm(segmenter)
 
     def compute_loss(model: nn.Module, batch: dict) -> dict[str, Tensor]:
         target = batch["annotation"].long() - 1                 # -1 is ignored
         with machine.autocast():
             outputs = model(data.normalize(batch["image"] / 255))
-        # means over all pixels, labeled or not, as mmsegmentation's
+        # means over all pixels, labeled or not, as in mmsegmentation
         main_loss, auxiliary = (
             F.cross_entropy(resize(logits.float(), target.shape[1:]), target, ignore_index=-1,
                             reduction="none").mean()
             for logits in outputs)
-        return {"loss": main_loss + 0.4 * auxiliary, "main": main_loss, "auxiliary": auxiliary}
+        loss = main_loss + AUXILIARY_WEIGHT * auxiliary
+        return {"loss": loss, "main": main_loss, "auxiliary": auxiliary}
 
     views = TrainScenes(scenes, crop, classes, args.seed)
     val_views = EvalScenes(val, crop, classes)
-    return finetune.fit(args, machine, encoder, segmenter, views, sources, compute_loss,
-                        lambda: evaluate(segmenter, val_views, machine), "miou", classes,
-                        common.layerwise_lr(len(encoder.blocks), args.layer_decay), linear=True)
+    plan = common.make_plan(args, machine.world, len(scenes), unit="iterations", decay="linear")
+    return finetune.fit(args, machine, plan=plan, model=segmenter, views=views,
+                        compute_loss=compute_loss,
+                        evaluate=lambda: evaluate(segmenter, val_views, machine),
+                        lr_scale=finetune.layerwise_lr(len(encoder.blocks), args.layer_decay))
 
 
 if __name__ == "__main__":

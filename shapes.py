@@ -33,9 +33,6 @@ class Shapes:
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return torch.from_numpy(self.draw(index)[0]), index % len(self.classes)
 
-    def names(self) -> list[str]:
-        return [f"stream {self.stream}, noise {self.noise}"]      # which tell sets apart
-
     def mask(self, index: int) -> Tensor:
         return torch.from_numpy(self.draw(index)[1])
 
