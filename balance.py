@@ -88,10 +88,10 @@ class EntropyWeights(nn.Module):
 
     The last of `weights` counts for the remaining experts.
 
-    A router settles where `losses.equilibrium_lambda` equals lambda. As long as the weights are
-    nearly uniform, expert 0's variation times the equilibrium lambda is roughly constant, so
-    dividing this product by the wanted variation gives the lambda to set, for all experts. Both
-    factors are running means over about ten steps.
+    A router settles where the equilibrium lambda, gain over spread of `losses.routing_gain`,
+    equals lambda. As long as the weights are nearly uniform, expert 0's variation times the
+    equilibrium lambda is roughly constant, so dividing this product by the wanted variation gives
+    the lambda to set, for all experts. Both factors are running means over about ten steps.
     """
 
     def __init__(self, weights: list[float], experts: int, variation: float | None = None):
@@ -101,23 +101,33 @@ class EntropyWeights(nn.Module):
         self.register_buffer("means", torch.zeros(2))      # of variation and equilibrium lambda
         self.register_buffer("steps", torch.zeros(()))
         self.variation = variation
-        self.collected = []      # of each micro-batch: variation and equilibrium lambda
+        self.collected = []      # of each micro-batch: variation, gain, spread
 
     def collect(self, metrics: dict[str, Tensor]):
-        if self.variation:
-            pair = metrics["dispatch_cv"][0], metrics["equilibrium_lambda"]
-            self.collected.append(torch.stack(pair))
+        """Takes what it needs out of the metrics of a micro-batch."""
+        gain = metrics.pop("routing_gain")
+        spread = metrics.pop("routing_spread")
+        self.collected.append(torch.stack([metrics["dispatch_cv"][0], gain, spread]))
 
-    def update(self):
+    def update(self) -> dict[str, Tensor]:
+        """Follows the step -> metrics: lambda in this step, and the equilibrium lambda.
+
+        Gain and spread are averaged over micro-batches and processes before they are divided:
+        the ratio does not depend on how many there are.
+        """
+        variation, gain, spread = batch_mean(self.collected)
+        new = torch.stack([variation, gain / spread])
+        metrics = {"lambda": self.weights.clone(), "equilibrium_lambda": new[1]}
         if self.variation:
-            new = batch_mean(self.collected)
             finite = new.isfinite().all()
             self.steps += finite
             means = self.means.lerp(new, (1 / self.steps).clamp_min(0.1))
             self.means.copy_(torch.where(finite, means, self.means))
             weight = self.means.prod() / self.variation
-            weight = weight.clamp_min(1e-4)      # a router may start on the wrong side of 0
+            # a router starts anywhere, also where the equilibrium lambda is negative
+            weight = weight.clamp_min(1e-4)
             self.weights.copy_(torch.where(finite, weight, self.weights))
+        return metrics
 
 
 def batch_mean(collected: list[Tensor]) -> Tensor:

@@ -90,22 +90,25 @@ def variation(dispatch: Tensor) -> Tensor:
     return (dispatch.std(1, unbiased=False) / dispatch.mean(1)).mean(0)
 
 
-def equilibrium_lambda(dispatch: Tensor, loss: Tensor, patches: Tensor) -> Tensor:
-    """The lambda for which the present variation of expert 0's weights is the best one.
+def routing_gain(dispatch: Tensor, loss: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
+    """What routing takes off the loss, and how far the weights are apart for it.
 
     dispatch [B, N, E] of the student's patches, loss [B, N] of each patch for
-    expert 0, patches [B, N]: 1 for those that the loss is on, else 0 -> scalar.
+    expert 0, patches [B, N]: 1 for those that the loss is on, else 0 -> gain, the
+    plain mean of the loss minus its weighted mean, and spread, the sum over experts
+    of the variance of their weights over their mean. Both are means over images.
 
-    Let w be an image's weights divided by their mean, and let k scale how far they
-    are from 1. For weights that are nearly uniform, Eq. 8 as a function of k is a
-    constant plus k cov(w of expert 0, loss) + lambda k^2 / 2 (sum over experts of
-    var(w)). It is smallest at k = 1 if lambda is -cov / (sum of var). This assumes
-    one lambda for all experts, and no other routed loss.
+    gain / spread is the equilibrium lambda: the one for which the present weights
+    are the best. Let w be an image's weights divided by their mean, and let k scale
+    how far they are from 1. For weights that are nearly uniform, Eq. 8 as a function
+    of k is a constant plus k cov(w of expert 0, loss) + lambda k^2 / 2 (sum over
+    experts of var(w)). It is smallest at k = 1 if lambda is -cov / (sum of var), and
+    the gain is -cov. This assumes one lambda for all experts, and no other routed
+    loss. Average gain and spread over micro-batches before you divide.
     """
-    # what weighting takes off the loss is -cov
     gain = routed_mean(loss, patches) - routed_mean(loss, dispatch[..., 0] * patches)
     spread = (dispatch.var(1, unbiased=False) / dispatch.mean(1).square()).sum(-1)
-    return gain / spread.mean()
+    return gain, spread.mean()
 
 
 def importance_loss(combine: Tensor) -> Tensor:
@@ -182,8 +185,8 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         loss = token_loss(tokens[:, 1:], target)
         couple("token", loss, patches, expert=0)
         if routings:
-            metrics["equilibrium_lambda"] = equilibrium_lambda(dispatch.mean(0)[:, 1:], loss,
-                                                               patches)
+            metrics["routing_gain"], metrics["routing_spread"] = routing_gain(
+                dispatch.mean(0)[:, 1:], loss, patches)
 
     if "cls" in objectives:
         losses["cls"] = cls_loss(tokens[:, 0], targets[:, 0])

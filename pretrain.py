@@ -261,7 +261,8 @@ def main(args):
                                                               **coupling)
                 loss = (balance(step, losses) * losses).sum() + regularizer      # Eq. 8
                 machine.scaler.scale(loss / plan.micro_steps).backward()
-            entropy.collect(metrics)
+            if routers:
+                entropy.collect(metrics)
             run.log.add(metrics | {"loss": loss.detach(),
                                    "objective_weights": balance.weights.clone()})
 
@@ -269,8 +270,7 @@ def main(args):
         balance.update()
         if routers:
             scale = torch.stack([router.scale.detach() for router in routers])
-            run.log.add({"scale": scale, "lambda": entropy.weights.clone()})
-        entropy.update()
+            run.log.add({"scale": scale} | entropy.update())
         warn_of_collapse(run.end_step(step))                    # log line, checkpoint, signal
     labeled = not isinstance(dataset, data.Photos)
     script, which = ("knn.py", "epoch_*.pt") if labeled else ("routing.py", "last.pt")

@@ -557,20 +557,21 @@ def test_the_equilibrium_lambda_is_minus_covariance_over_the_sum_of_variances(de
     expected = np.mean(gains) / np.mean(spreads)
     for keywords in ({}, dict(detach=True), dict(loss_weights="uniform")):
         _, metrics = couple(case, ("token",), entropy=(1.0, 1.0, 1.0), **keywords)
-        assert metrics["equilibrium_lambda"].item() == pytest.approx(expected, rel=1e-3)
-        assert not metrics["equilibrium_lambda"].requires_grad
+        found = metrics["routing_gain"] / metrics["routing_spread"]
+        assert found.item() == pytest.approx(expected, rel=1e-3)
+        assert not found.requires_grad
 
 
 def test_a_router_at_its_equilibrium_has_no_reason_to_change_its_scale():
     """Near uniform weights, where the expansion of Eq. 8 holds."""
     case = make_case()
-    _, metrics = couple(case, ("token",))
     router = case.routers[3]
     router.scale.data.fill_(0.02)
     x = randn(4, 10, 8)
     for _ in range(3):      # a lambda at which the gradient of the scale vanishes
         case.pred.routing[3] = router.route(x)
-        equilibrium = couple(case, ("token",))[1]["equilibrium_lambda"].item()
+        metrics = couple(case, ("token",))[1]
+        equilibrium = (metrics["routing_gain"] / metrics["routing_spread"]).item()
         total, _ = couple(case, ("token",), entropy=(equilibrium, equilibrium))
         at_equilibrium, = torch.autograd.grad(total, router.scale)
         case.pred.routing[3] = router.route(x)
@@ -768,9 +769,12 @@ def aimed(*pairs, variation=0.1):
     """-> the lambda of each expert after steps with these variations and equilibria"""
     entropy = balance.EntropyWeights([5.0], 2, variation)
     for cv, value in pairs:
-        entropy.collect({"dispatch_cv": torch.tensor([cv, 9.0]),
-                         "equilibrium_lambda": torch.tensor(value)})
-        entropy.update()
+        for share in (0.4, 1.6):      # of two micro-batches
+            entropy.collect({"dispatch_cv": torch.tensor([cv * share, 9.0]),
+                             "routing_gain": torch.tensor(value * share * 3),
+                             "routing_spread": torch.tensor((2.0 - share) * 3)})
+        metrics = entropy.update()
+        assert metrics["equilibrium_lambda"].item() == pytest.approx(value, nan_ok=True)
     return entropy.weights.tolist()
 
 
@@ -1719,7 +1723,8 @@ def plain_pretraining(args, world=1):
             weights = (weights - args.gradnorm_lr * slope).clamp_min(1e-3)
             weights = weights / weights.sum() * len(objectives)
         if step > last and args.variation:
-            pairs.append(np.mean(spread, 0))
+            variation, gain, apart = np.mean(spread, 0)      # of the step's images
+            pairs.append((variation, gain / apart))
             spread = []
             cv, gain = np.mean(pairs, 0)      # of fewer than ten steps
             lambdas = [max(1e-4, cv * gain / args.variation)] * len(lambdas)
@@ -1740,7 +1745,8 @@ def plain_pretraining(args, world=1):
         if args.variation:
             _, _, metrics = losses.explore_losses(pred, targets, pixels, batch["mask"],
                                                   entropy_weights=torch.tensor(lambdas))
-            spread.append([metrics["dispatch_cv"][0].item(), metrics["equilibrium_lambda"].item()])
+            spread.append([metrics["dispatch_cv"][0].item(), metrics["routing_gain"].item(),
+                           metrics["routing_spread"].item()])
         plain.lambdas.append(lambdas)
         plain.weights.append(weights.tolist())
         plain.losses.append(values.tolist())
@@ -1795,6 +1801,18 @@ def test_two_processes_equal_a_plain_loop_over_the_images_of_both(stage, flags, 
     expected = np.mean(plain.losses, 0)
     assert [log[-1]["token"], log[-1]["cls"]] == pytest.approx(expected, rel=1e-5)
     assert log[-1]["lambda"] == pytest.approx(np.mean(plain.lambdas, 0), rel=1e-3)
+
+
+def test_lambda_and_its_equilibrium_do_not_depend_on_the_micro_batch(stage):
+    """Neither on the number of processes: see the plain loop of two."""
+    found = []
+    for micro_batch in (1, 2, 8):
+        flags = f"--variation 0.01 --seed 10 --drop-path 0 --lr 1e-3 --micro-batch {micro_batch}"
+        _, log = train(stage("pretrain", flags, out=f"run{micro_batch}"))
+        assert log[-1]["lambda"][0] > 1e-3
+        found.append([*log[-1]["lambda"], log[-1]["equilibrium_lambda"]])
+    assert found[0] == pytest.approx(found[2], rel=1e-3)
+    assert found[1] == pytest.approx(found[2], rel=1e-3)
 
 
 def layerwise(depth, decay):
