@@ -14,12 +14,13 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+# of ImageNet's pixels in [0, 1], as torchvision and timm have them: red, green, blue
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 PRESETS = {
-    "vit_nano": dict(dim=96, depth=4, heads=3),      # for small images and CPUs
-    "vit_tiny": dict(dim=192, depth=12, heads=3),
+    "vit_nano": dict(dim=96, depth=4, heads=3),      # ours, for small images and CPUs
+    "vit_tiny": dict(dim=192, depth=12, heads=3),    # the others are as in ViT and DeiT
     "vit_small": dict(dim=384, depth=12, heads=6),
     "vit_base": dict(dim=768, depth=12, heads=12),   # the paper's ViT-B/16
     "vit_large": dict(dim=1024, depth=24, heads=16),
@@ -32,24 +33,25 @@ DECODER = dict(dim=512, depth=8, heads=16)      # App. E
 class Routing(NamedTuple):
     """The routing weights of one Soft-MoE block, both from the same logits (Eq. 4).
 
-    dispatch sums to 1 over tokens: how much each token gives to an expert's slot. combine
-    sums to 1 over experts: how much of each expert's output a token takes.
+    dispatch says how much each token gives to an expert's slot, and sums to 1 over tokens.
+    combine says how much of each expert's output a token takes, and sums to 1 over experts.
     """
     dispatch: Tensor   # [B, T, E]
     combine: Tensor    # [B, T, E]
 
 
 class Router(nn.Module):
-    """How much each token gives to each expert, and takes from it: scaled cosines (Eq. 4)."""
+    """Computes routing weights from the cosine of each token and each expert's phi (Eq. 4)."""
 
     def __init__(self, dim: int, experts: int):
         super().__init__()
         self.phi = nn.Parameter(torch.empty(dim, experts))   # what each expert looks for
-        self.scale = nn.Parameter(torch.ones(()))            # how sharply: 1 / temperature
+        self.scale = nn.Parameter(torch.ones(()))            # 1 / temperature of the softmaxes
+        # what kaiming_uniform_ gives on [dim, experts], which the authors' code calls
         nn.init.uniform_(self.phi, -experts ** -0.5, experts ** -0.5)
 
     def route(self, x: Tensor) -> Routing:
-        """x [B, T, D] -> weights [B, T, E], in float32 even in half precision."""
+        """x [B, T, D] -> weights [B, T, E], in float32 even if x has half precision."""
         precision = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             x = F.normalize(x.to(precision), dim=-1)
@@ -59,10 +61,11 @@ class Router(nn.Module):
 
 
 class SoftMoE(Router):
-    """Soft mixture of `experts` MLPs with one slot each, in place of an MLP (Eq. 4, App. G).
+    """A soft mixture of `experts` MLPs, which replaces a block's MLP (Eq. 4, App. G).
 
-    `dropout` is the recipe Expert Dropout (ExD): in training, an expert's whole output for an
-    image is zeroed with that probability, and scaled by 1 / (1 - dropout) otherwise.
+    Each expert has one slot. `dropout` is the recipe Expert Dropout (ExD): in training, an
+    expert's whole output for an image is zeroed with that probability, and otherwise scaled by
+    1 / (1 - dropout).
     """
 
     def __init__(self, dim: int, experts: int, hidden: int, dropout: float = 0.0):
@@ -72,7 +75,8 @@ class SoftMoE(Router):
         self.b1 = nn.Parameter(torch.zeros(experts, hidden))
         self.w2 = nn.Parameter(torch.empty(experts, hidden, dim))
         self.b2 = nn.Parameter(torch.zeros(experts, dim))
-        # nn.init would take the wrong fan of [E, in, out]; nn.Linear's bound is 1 / sqrt(in)
+        # The bound is nn.Linear's, 1 / sqrt(in). nn.init would take in * out for the fan-in of a
+        # tensor [E, in, out].
         nn.init.uniform_(self.w1, -dim ** -0.5, dim ** -0.5)
         nn.init.uniform_(self.w2, -hidden ** -0.5, hidden ** -0.5)
 
@@ -113,7 +117,10 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: in training, drops an image's branch with probability p."""
+    """Stochastic depth: in training, zeroes an image's residual branch with probability p.
+
+    Otherwise, the branch is scaled by 1 / (1 - p).
+    """
 
     def __init__(self, p: float):
         super().__init__()
@@ -126,7 +133,8 @@ class DropPath(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block, whose MLP is a SoftMoE if experts > 0.
 
-    `layer_scale` is the initial value of LayerScale; None: there is none.
+    `layer_scale` is the initial value of LayerScale; with None, the block has no LayerScale. The
+    default is that of the authors' code. The MLP's width of 4 * dim and the norms' eps are ViT's.
     """
 
     def __init__(self, dim: int, heads: int, experts: int = 0, drop_path: float = 0.0,
@@ -141,7 +149,7 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing | None]:
-        """x [B, T, D] -> (x [B, T, D], the SoftMoE's Routing)"""
+        """x [B, T, D] -> (x [B, T, D], the SoftMoE's Routing or None)"""
         x = x + self.drop_path(self.ls1(self.attn(self.norm1(x))))
         y = self.mlp(self.norm2(x))
         y, routing = y if isinstance(self.mlp, SoftMoE) else (y, None)
@@ -149,12 +157,13 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Vision Transformer whose `moe_blocks` are Soft-MoE if experts > 0.
+    """Vision Transformer in which a SoftMoE replaces the MLP of `moe_blocks` if experts > 0.
 
-    `moe_blocks` are 0-based; the default is 1, 3, 5, ... Parameters carry timm's names: without
-    experts, its state loads into timm's VisionTransformer and back. `drop_path` rises linearly
-    from 0 at the first block to its value at the last. With `recompute` set, the backward pass
-    computes each block again from its input: less memory for one more forward pass.
+    `moe_blocks` are counted from 0; the default is 1, 3, 5, ... Parameters have timm's names: the
+    state dict of a ViT without experts loads into timm's VisionTransformer, and timm's into ours.
+    The probability of dropping a branch rises linearly from 0 at the first block to `drop_path`
+    at the last. With `recompute` set, the backward pass computes each block again from its
+    input, which saves memory and costs one more forward pass.
     """
     recompute = False
 
@@ -168,7 +177,8 @@ class ViT(nn.Module):
         moe_blocks = sorted(set(moe_blocks)) if experts else []
         if not set(moe_blocks) <= set(range(depth)):
             raise ValueError(f"MoE blocks {moe_blocks}: there are blocks 0 to {depth - 1}")
-        # what a checkpoint needs to build this encoder again; drop path belongs to a run
+        # What a checkpoint saves to build this encoder again. Drop path is no part of it: each
+        # stage has its own.
         self.config = dict(image_size=image_size, patch_size=patch_size, dim=dim, depth=depth,
                            heads=heads, experts=experts, moe_blocks=moe_blocks)
         self.dim, self.patch_size, self.moe_blocks = dim, patch_size, moe_blocks
@@ -186,10 +196,11 @@ class ViT(nn.Module):
 
     def forward(self, images: Tensor, ids_keep: Tensor | None = None, mask: Tensor | None = None,
                 mask_token: Tensor | None = None) -> tuple[Tensor, dict[int, Routing]]:
-        """images [B, 3, S, S] -> (tokens [B, T, D] after the norm, Routing of each MoE block).
+        """images [B, 3, S, S] -> (tokens [B, T, D] after the norm, {MoE block: its Routing}).
 
-        Sparse encoding: ids_keep int64 [B, V] names the patches to process, in their order.
-        Dense encoding: mask bool [B, N] marks those that mask_token [1, 1, D] replaces.
+        Sparse encoding: only the patches whose indices are in ids_keep, int64 [B, V], are
+        processed, in that order. Dense encoding: all patches are processed, and mask_token
+        [1, 1, D] replaces those where mask, bool [B, N], is True.
         """
         x = self.embed(images, ids_keep, mask, mask_token)
         routings = {}
@@ -226,9 +237,11 @@ class ViT(nn.Module):
 
 @torch.no_grad()
 def init_weights(module: nn.Module):
-    """Truncated normal 0.02, but for routers and experts, which have their own.
+    """Initializes all but routers and experts, which have initialized themselves.
 
-    Residual projections, the experts' too, shrink with depth, as in BEiT.
+    Weights, tokens and position embeddings are drawn from a truncated normal distribution of
+    standard deviation 0.02; biases are zero. The last layer of each residual branch, also of the
+    experts, is divided by sqrt(2 * depth), where depth counts blocks from 1, as in BEiT.
     """
     for name, parameter in module.named_parameters():
         if name.split(".")[-1] in ("cls_token", "pos_embed", "mask_token"):
@@ -244,19 +257,23 @@ def init_weights(module: nn.Module):
 
 
 def build_vit(name: str, **overrides) -> ViT:
-    """A ViT by its name in PRESETS, at 224 px and patch 16 unless overridden."""
+    """The ViT of this name in PRESETS, for images of 224 and patches of 16 pixels by default.
+
+    `overrides` are arguments of `ViT`.
+    """
     return ViT(**dict(image_size=224, patch_size=16) | PRESETS[name] | overrides)
 
 
 def encoder_macs(vit: ViT, tokens: int = 197) -> int:
-    """Multiply-accumulates of an image in the blocks: Table 6, whose "GFLOPs" are MACs.
+    """Multiply-accumulates (MACs) of all blocks for one image: Table 6 calls them "GFLOPs".
 
-    Experts see E slots instead of T tokens: that is why 64 of them cost less than one MLP.
+    The default is the number of tokens at 224 pixels: 14 * 14 patches and [CLS]. Experts
+    process E slots instead of T tokens, which is why 64 of them cost less than one MLP.
     """
     macs = 0
     for block in vit.blocks:
         macs += 4 * tokens * vit.dim ** 2 + 2 * tokens ** 2 * vit.dim      # attention
-        if isinstance(block.mlp, SoftMoE):      # logits, dispatch, combine; the MLPs
+        if isinstance(block.mlp, SoftMoE):      # logits, dispatch and combine, then MLPs
             experts, _, hidden = block.mlp.w1.shape
             macs += 3 * tokens * experts * vit.dim + 2 * experts * vit.dim * hidden
         else:
@@ -267,7 +284,7 @@ def encoder_macs(vit: ViT, tokens: int = 197) -> int:
 # ------------------------------------------------------------------------------ student
 
 class PixelDecoder(nn.Module):
-    """Pixels of all patches from the encoder's patch tokens (App. E).
+    """Predicts the pixels of all patches from the encoder's patch tokens (App. E).
 
     It is discarded after pretraining.
     """
@@ -283,10 +300,11 @@ class PixelDecoder(nn.Module):
         init_weights(self)
 
     def forward(self, patches: Tensor, ids_keep: Tensor | None, mask: Tensor) -> Tensor:
-        """Pixels of all patches, [B, N, 3 * patch_size ** 2].
+        """Returns the pixels of all patches, [B, N, 3 * patch_size ** 2].
 
-        Sparse: patches [B, V, D] that ids_keep [B, V] names. Dense: all [B, N, D], and None.
-        Mask tokens stand where mask [B, N] is True.
+        Sparse encoding: `patches` [B, V, D] are those whose indices are in ids_keep [B, V].
+        Dense encoding: `patches` are all, [B, N, D], and ids_keep is None. The mask token
+        replaces patches where mask [B, N] is True.
         """
         x = self.embed(patches)
         if ids_keep is not None:
@@ -299,21 +317,21 @@ class PixelDecoder(nn.Module):
 
 
 class Prediction(NamedTuple):
-    """What a student makes of B images: its guess of the teacher's tokens, and of pixels."""
-    tokens: Tensor                  # [B, T, Dt], [CLS] first
-    pixels: Tensor | None           # of all patches [B, N, 3 * patch_size ** 2]
-    routing: dict[int, Routing]     # of each MoE block, and of the loss router at the end
-    ids_keep: Tensor | None         # the patches in `tokens` [B, V]; None: all N
+    """What a student predicts from B images: the teacher's tokens, and pixels."""
+    tokens: Tensor                  # [B, T, Dt], [CLS] first; Dt is the teacher's width
+    pixels: Tensor | None           # of all patches, [B, N, 3 * patch_size ** 2]
+    routing: dict[int, Routing]     # of each MoE block, and last of the loss router
+    ids_keep: Tensor | None         # indices [B, V] of the patches in `tokens`; None if all N
 
 
 class Explore(nn.Module):
-    """The student: a ViT, one linear head on every token to the teacher's width, and a
-    decoder for pixels.
+    """The student: a ViT, a linear head from its width to the teacher's, and a pixel decoder.
 
-    Sparse encoding processes the visible patches alone, as MAE does. Dense encoding processes
-    all, with a mask token in place of the masked ones, as BEiT does. `pixels` adds a decoder of
-    size `decoder`. `loss_router`, the paper's future work, adds a router of two experts for the
-    losses alone, on the final tokens: Routing number len(encoder.blocks).
+    Sparse encoding processes only the visible patches, as MAE does. Dense encoding processes all
+    patches, with a mask token in place of the masked ones, as BEiT does. `pixels` adds a decoder
+    of size `decoder`. `loss_router` adds a router of two experts on the final tokens. It has no
+    MLPs: its weights serve the losses alone, which the paper leaves for future work. Its key in
+    `Prediction.routing` is len(encoder.blocks), one more than the last block's.
     """
 
     def __init__(self, encoder: ViT, teacher_dim: int, mask_ratio: float = 0.4,
@@ -330,11 +348,12 @@ class Explore(nn.Module):
         self.loss_router = Router(encoder.dim, 2) if loss_router else None
 
     def forward(self, images: Tensor, mask: Tensor) -> Prediction:
-        """images [B, 3, S, S]; mask bool [B, N], int(mask_ratio * N) of each image are True"""
+        """images [B, 3, S, S]; mask bool [B, N], True for int(mask_ratio * N) patches an image"""
         ids_keep = None
         if self.dense:
             tokens, routing = self.encoder(images, mask=mask, mask_token=self.mask_token)
-        else:      # the visible patches come first
+        else:
+            # a stable sort of 0 (visible) and 1 (masked) puts the visible patches first
             ids_keep = mask.int().argsort(dim=1, stable=True)[:, :self.visible]
             tokens, routing = self.encoder(images, ids_keep)
         if self.loss_router:

@@ -1,4 +1,4 @@
-"""A data set drawn on the fly, with labels and object masks: no download."""
+"""A data set that is drawn on the fly, with labels and object masks: nothing to download."""
 
 import colorsys
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 class Shapes:
-    """A textured blob on a noisy background: ten classes, five hues by two textures.
+    """Images of a textured blob on a noisy background. Its hue and texture are its class.
 
-    Each image is a function of (split, index). Index it for (uint8
-    [3, size, size], label). `mask(index)` is the object's bool [size, size],
-    `annotation(index)` uint8: 1 for background, 2 to 11 for its class. With
-    `noise`, one half of the background, in any direction, is noise at full
-    contrast that nothing predicts.
+    There are five hues and two textures. Each image is a function of (split, index) alone:
+    `shapes[index]` is (uint8 [3, size, size], label), `mask(index)` is bool [size, size] and True
+    on the object, and `annotation(index)` is uint8 [size, size], 1 on the background and 2 to 11
+    on the object, by its class. With `noise`, a line through the middle, in a random direction,
+    halves the background: one half is noise of full contrast, which nothing can predict.
     """
     hues = {"red": 0.0, "yellow": 0.15, "green": 0.35, "blue": 0.6, "purple": 0.8}
     classes = [f"{texture} {hue}" for hue in hues for texture in ("striped", "spotted")]
@@ -25,7 +25,7 @@ class Shapes:
         axis = np.linspace(-1, 1, size, dtype=np.float32)
         self.y, self.x = axis[:, None], axis[None, :]
         distance = np.abs(self.y - np.array([-1, 0, 1], np.float32))
-        self.blend = np.maximum(0, 1 - distance)      # [size, 3]
+        self.blend = np.maximum(0, 1 - distance)      # linear interpolation of 3, [size, 3]
 
     def __len__(self) -> int:
         return self.length
@@ -41,16 +41,17 @@ class Shapes:
         return torch.where(self.mask(index), label, 1).to(torch.uint8)
 
     def draw(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """-> (uint8 [3, size, size], the object's bool [size, size])"""
+        """-> (image, uint8 [3, size, size]; mask of the object, bool [size, size])"""
         rng = np.random.default_rng((self.stream, index))
         hue, texture = divmod(index % len(self.classes), 2)
 
-        # background: 3 x 3 random dull colors that blend, and noise
+        # The background: 3 x 3 random dull colors, interpolated, and noise. The constants here
+        # and below define the set: with others, results could not be compared.
         dull = rng.uniform(0.25, 0.75, (1, 3, 3)) + rng.uniform(-0.2, 0.2, (3, 3, 3))
         image = self.blend @ dull.astype(np.float32) @ self.blend.T
         image += 0.1 * rng.standard_normal(image.shape, dtype=np.float32)
 
-        # object: a blob whose radius waves with the angle
+        # the object: a blob whose radius varies with the angle
         dy, dx = self.y - rng.uniform(-0.5, 0.5), self.x - rng.uniform(-0.5, 0.5)
         angle = np.arctan2(dy, dx)
         phase, wave = rng.uniform(0, 2 * np.pi, 2), rng.uniform(0, 0.2, 2)
@@ -58,7 +59,7 @@ class Shapes:
                   + wave[1] * np.cos(3 * angle + phase[1]))
         mask = np.hypot(dy, dx) < rng.uniform(0.3, 0.55) * radius
 
-        # its texture, in any direction: stripes of its color, or white spots
+        # its texture, in a random direction: stripes of its color, or white spots on its color
         turn = rng.uniform(0, np.pi)
         pitch = rng.uniform(12, 18)
         u = pitch * (np.cos(turn) * self.x + np.sin(turn) * self.y)

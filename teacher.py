@@ -1,4 +1,4 @@
-"""Frozen teachers, whose tokens are the targets: open_clip's, timm's, or a checkpoint's."""
+"""Frozen teachers, whose tokens are the targets: from open_clip, from timm, or a checkpoint."""
 
 from pathlib import Path
 
@@ -11,9 +11,10 @@ from model import IMAGENET_MEAN, IMAGENET_STD
 
 
 class Teacher(nn.Module):
-    """A frozen model: square images in [0, 1] of any size -> its tokens [B, 1 + N, dim].
+    """A frozen model that turns images into tokens: [B, 3, S, S] in [0, 1] -> [B, 1 + N, dim].
 
-    It resizes images so that its patch grid is the student's, and normalizes them its own way.
+    [CLS] comes first. The images may have any size: they are resized to `image_size`, at which
+    the model has as many patches as the student, and normalized by `mean` and `std`.
     """
 
     def __init__(self, image_size: int, dim: int, mean: tuple, std: tuple):
@@ -30,26 +31,30 @@ class Teacher(nn.Module):
 
 
 class ClipTeacher(Teacher):
-    """CLIP's ViT from open_clip: tokens after its last block, before `ln_post`.
+    """CLIP's ViT from open_clip: its tokens after the last block, before `ln_post`.
 
-    `pretrained` is an open_clip tag, a file or "random"; `grid` the student's patches a side.
+    `pretrained` is one of open_clip's tags, a file, or "random". `grid` is the number of patches
+    on a side of the student's images.
     """
 
     def __init__(self, name: str, pretrained: str, grid: int):
         import open_clip
         config = open_clip.get_model_config(name) or {"vision_cfg": {}}
-        patch_size = config["vision_cfg"].get("patch_size")      # not of convolutions, timm's
+        # open_clip's ResNets and ConvNeXts, and its ViTs that come from timm, have none
+        patch_size = config["vision_cfg"].get("patch_size")
         if not patch_size:
             raise ValueError(f"no such file, and {name} is not one of open_clip's own vision "
                              "transformers")
-        # OpenAI's weights need QuickGELU; with another activation, every target would silently
-        # be wrong. A tag says so. A file does not: the name has to, as ViT-B-16-quickgelu does.
+        # OpenAI's weights were trained with QuickGELU. With any other activation, every target
+        # is wrong, and nothing says so. open_clip knows which tags need it. A file needs the name
+        # of a model that has it, such as ViT-B-16-quickgelu.
         quick_gelu = open_clip.get_pretrained_cfg(name, pretrained).get("quick_gelu", False)
         try:
             visual = open_clip.create_model(
                 name, None if pretrained == "random" else pretrained,
                 force_image_size=grid * patch_size, force_quick_gelu=quick_gelu).visual
-        except Exception as error:      # no network: a file by hand needs the name
+        except Exception as error:
+            # if a download failed, the same weights may be given as a file
             hint = f"as a file, these weights are {name}-quickgelu/FILE; " if quick_gelu else ""
             raise ValueError(hint + first_line(error)) from error
         preprocess = visual.preprocess_cfg
@@ -66,15 +71,21 @@ class ClipTeacher(Teacher):
 
 
 class TimmTeacher(Teacher):
-    """A ViT of timm: the tokens of its own `forward_features`, without registers.
+    """A ViT from timm: the tokens of its own `forward_features`.
 
-    Where it has no [CLS], what its head pools comes first. `name` is timm's, or NAME/random.
+    Register tokens are dropped. If the teacher has no [CLS] token, its pooled output is used
+    instead. `name` is timm's name of the model, for weights from the Hugging Face Hub, or
+    NAME/random.
     """
 
     def __init__(self, name: str, grid: int):
         import timm
         model = name.removesuffix("/random")
         vit = timm.create_model(model, pretrained=model == name, num_classes=0)
+        # of timm's models, plain ViTs have both
+        if not (hasattr(vit, "num_prefix_tokens") and hasattr(vit, "set_input_size")):
+            raise ValueError(f"{model} is not a plain vision transformer, as ViT, DeiT, DINOv2 "
+                             "and EVA are")
         size = grid * vit.patch_embed.patch_size[0]
         vit.set_input_size(img_size=(size, size))
         config = timm.data.resolve_model_data_config(vit)
@@ -90,7 +101,7 @@ class TimmTeacher(Teacher):
 
 
 class EncoderTeacher(Teacher):
-    """An encoder from any checkpoint that `load_encoder` reads: its tokens after the norm."""
+    """The encoder of any checkpoint that `load_encoder` reads: its tokens after the last norm."""
 
     def __init__(self, path: str, grid: int):
         encoder = load_encoder(path, grid=grid)
@@ -102,24 +113,28 @@ class EncoderTeacher(Teacher):
 
 
 def build_teacher(name: str, grid: int) -> Teacher:
-    """A checkpoint file, timm/NAME or open_clip's MODEL/PRETRAINED, split at the first "/".
+    """The teacher that `--teacher` names, frozen, in eval mode. Raises LoadError.
 
-    Raises LoadError.
+    `name` is a checkpoint file, timm/NAME or open_clip's MODEL/PRETRAINED. The first "/" ends
+    MODEL, so PRETRAINED may be the path of a file. `grid` is the number of patches on a side of
+    the student's images.
     """
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)      # "random" weights are the same every time
+            torch.manual_seed(0)      # so that "random" weights are the same every time
             if Path(name).is_file():
                 teacher = EncoderTeacher(name, grid)
             elif name.startswith("timm/"):
                 teacher = TimmTeacher(name.removeprefix("timm/"), grid)
-            elif "/" in name.rstrip("/"):      # open_clip takes an empty tag for random weights
+            # Nothing behind the "/" is refused: open_clip would make random weights of it.
+            elif "/" in name.rstrip("/"):
                 teacher = ClipTeacher(*name.split("/", 1), grid)
             else:
                 raise ValueError("neither a file nor an open_clip MODEL/PRETRAINED, such as "
-                                 "ViT-B-16/openai")
-    except LoadError as error:      # it begins with the path
+                                 "ViT-B-16/openai, nor timm/NAME, such as "
+                                 "timm/vit_base_patch14_dinov2.lvd142m")
+    except LoadError as error:      # its message begins with the path
         raise LoadError(f"teacher {error}") from error
-    except Exception as error:      # a library's own, of a dozen kinds
+    except Exception as error:      # timm and open_clip raise many kinds
         raise LoadError(f"teacher {name}: {first_line(error)}") from error
     return teacher.eval().requires_grad_(False)

@@ -273,6 +273,17 @@ def test_routing_stays_in_float32_under_autocast():
     assert torch.equal(combine, plain.combine)
 
 
+@pytest.mark.parametrize("precision", (torch.bfloat16, torch.float16))
+def test_tokens_in_half_precision_are_routed_in_float32(precision):
+    router = model.Router(64, 3)
+    x = torch.randn(2, 9, 64).to(precision)
+    routing = router.route(x)
+    expected = router.route(x.float())
+    for weights, exact in zip(routing, expected):
+        assert weights.dtype == torch.float32
+        assert torch.equal(weights, exact)
+
+
 def test_experts_start_as_linear_layers():
     moe = model.SoftMoE(64, 4, 256)
     for weight, bound in ((moe.w1, 64 ** -0.5), (moe.w2, 256 ** -0.5), (moe.phi, 4 ** -0.5)):
@@ -823,9 +834,8 @@ def timm_vit(**kwargs):
 @pytest.mark.parametrize("width, heads, said", (
     (192, 3, False), (384, 6, False), (512, 8, False), (768, 12, False), (1024, 16, False),
     (1280, 16, False), (128, 4, True), (192, 4, True)))
-def test_heads_are_those_of_the_width_unless_the_file_says_them(tmp_path, width, heads, said,
-                                                                capsys):
-    """As in DeiT, ViT-L and MAE's ViT-H; what was assumed is printed."""
+def test_heads_are_those_of_the_width_unless_the_file_says_them(tmp_path, width, heads, said):
+    """As in DeiT, ViT-L and MAE's ViT-H."""
     theirs = timm_vit(embed_dim=width, num_heads=heads)
     path = tmp_path / "timm.pt"
     state = theirs.state_dict()
@@ -833,8 +843,81 @@ def test_heads_are_those_of_the_width_unless_the_file_says_them(tmp_path, width,
     ours = checkpoint.load_encoder(path).eval()
     images = torch.rand(1, 3, 32, 32)
     assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
-    assumed = f"{path}: took {heads} attention heads, as other ViTs of width {width}"
-    assert capsys.readouterr().out.startswith(assumed) != said
+
+
+HEADS = "Assumed 3 attention heads, as other ViTs of width 192 have."
+
+
+@pytest.mark.parametrize("said, assumed", (
+    ({}, f"{HEADS} Assumed ImageNet's mean and std."),
+    ({"heads": 3}, "Assumed ImageNet's mean and std."),
+    ({"heads": 3, "mean": (0.5, 0.5, 0.5)}, "Assumed ImageNet's std."),
+    ({"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}, HEADS),
+    ({"heads": 3, "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}, None)))
+def test_what_a_file_does_not_say_is_assumed_and_printed_in_one_line(tmp_path, monkeypatch, said,
+                                                                     assumed, capsys):
+    path = tmp_path / "timm.pt"
+    torch.save({"model": nano(dim=192).state_dict()} | said, path)
+    checkpoint.load_encoder(path)
+    how = ("If that is wrong, save the file as {'model': state_dict, 'heads': NUMBER, "
+           "'mean': (R, G, B), 'std': (R, G, B)}.")
+    expected = [f"{path}: {assumed} {how}"] if assumed else []
+    assert capsys.readouterr().out.splitlines() == expected
+    monkeypatch.setenv("RANK", "1")
+    checkpoint.load_encoder(path)
+    assert not capsys.readouterr().out
+
+
+@pytest.fixture(params=(None, dict(mean=(0.48, 0.46, 0.41), std=(0.27, 0.26, 0.28))),
+                ids=("its own", "other"))
+def other_normalization(request, tmp_path):
+    """Weights for another normalization than ImageNet's, in float64, where rounding is small.
+
+    -> (their file, which says the normalization, images, timm's features of these)
+    """
+    import timm
+    request.addfinalizer(functools.partial(torch.set_default_dtype, torch.get_default_dtype()))
+    torch.set_default_dtype(torch.float64)
+    theirs = timm.create_model("vit_tiny_patch16_224", pretrained_cfg_overlay=request.param).eval()
+    config = timm.data.resolve_model_data_config(theirs)
+    path = str(tmp_path / "timm.pt")
+    torch.save({"model": theirs.state_dict(), "heads": 3, "mean": config["mean"],
+                "std": config["std"]}, path)
+    images = rand(2, 3, 224, 224)
+    with torch.no_grad():
+        features = theirs.forward_features(TF.normalize(images, config["mean"], config["std"]))
+    return path, images, features
+
+
+def test_weights_for_another_normalization_take_imagenets(other_normalization):
+    path, images, expected = other_normalization
+    encoder = checkpoint.load_encoder(path).eval()
+    assert torch.allclose(encoder(normalized(images))[0], expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", (tuple, list, torch.tensor), ids=("tuple", "list", "tensor"))
+def test_weights_for_imagenets_normalization_keep_their_bits(tmp_path, kind):
+    state = nano(dim=192).state_dict()
+    nn.init.normal_(state["patch_embed.proj.bias"])
+    torch.save({"model": state, "mean": kind(model.IMAGENET_MEAN), "std": kind(model.IMAGENET_STD)},
+               tmp_path / "x.pt")
+    loaded = checkpoint.load_encoder(tmp_path / "x.pt").patch_embed.proj
+    assert torch.equal(loaded.weight, state["patch_embed.proj.weight"])
+    assert torch.equal(loaded.bias, state["patch_embed.proj.bias"])
+
+
+def test_a_normalization_is_folded_in_float64_and_rounded_once(tmp_path):
+    state = nano(dim=192).to(torch.bfloat16).state_dict()
+    torch.save({"model": state, "mean": [0.5, 0.4, 0.3], "std": [0.5, 0.6, 0.7]},
+               tmp_path / "x.pt")
+    loaded = checkpoint.load_checkpoint(tmp_path / "x.pt")["model"]
+    weight = state["patch_embed.proj.weight"]
+    exact = weight.double().clone()
+    for channel, (ours, theirs) in enumerate(zip(model.IMAGENET_STD, (0.5, 0.6, 0.7))):
+        exact[:, channel] *= ours / theirs
+    folded = loaded["encoder.patch_embed.proj.weight"]
+    assert folded.dtype == loaded["encoder.patch_embed.proj.bias"].dtype == torch.bfloat16
+    assert torch.equal(folded, exact.to(torch.bfloat16))
 
 
 def test_heads_and_decoders_are_left_out(tmp_path):
@@ -873,6 +956,7 @@ def test_checkpoints_of_the_authors_release_load(tmp_path, prefix):
 
 
 BIAS = "blocks.3.norm1.bias"
+PATCHES = "patch_embed.proj.weight"
 
 
 @pytest.mark.parametrize("content, expected", (
@@ -883,6 +967,11 @@ BIAS = "blocks.3.norm1.bias"
     (lambda vit: vit | {BIAS: torch.zeros(3)}, BIAS),
     (lambda vit: vit | {"reg_token": torch.zeros(1)}, 'Unexpected key(s) in state_dict: "reg_'),
     (lambda vit: vit | {"pos_embed": torch.zeros(1, 15, 192)}, "size mismatch for pos_embed"),
+    (lambda vit: {"model": vit, "mean": [127.5] * 3, "std": [127.5] * 3}, "of pixels in [0, 1]"),
+    (lambda vit: {"model": vit, "mean": [0.5] * 3, "std": [0.5, 0.5, 0]}, "of pixels in [0, 1]"),
+    (lambda vit: {"model": vit, "mean": 0.5, "std": 0.5}, "to be three numbers each"),
+    (lambda vit: {"model": vit | {PATCHES: torch.zeros(192, 1, 8, 8)}, "std": [0.5] * 3},
+     "expected input"),
     (lambda vit: nano().state_dict(), "width 96 has: save the file as {'model'")))
 def test_files_that_do_not_load_are_named_in_one_line(tmp_path, capsys, photos, content, expected):
     path = tmp_path / "x.pt"
@@ -923,6 +1012,37 @@ def test_position_embeddings_without_one_for_cls_are_those_of_deit_3(tmp_path):
     ours = checkpoint.load_encoder(tmp_path / "deit3.pt").eval()
     images = torch.rand(1, 3, 64, 64)
     assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
+
+
+def test_a_digest_sees_every_part_of_a_file_wherever_it_lies(tmp_path):
+    """Large enough that it is not read at once."""
+    file = tmp_path / "file.pt"
+    size = 33 * 2 ** 20
+    digests = []
+    for place in (None, 0, size // 2, size - 1):
+        with open(file, "wb") as opened:
+            opened.truncate(size)      # zeros that take no room
+            if place is not None:
+                opened.seek(place)
+                opened.write(b"1")
+        digests.append(checkpoint.digest_input(str(file)))
+    assert len(set(digests)) == 4
+    moved = file.rename(tmp_path / "moved.pt")
+    assert checkpoint.digest_input(str(moved)) == digests[-1]
+
+
+def test_a_digest_tells_models_of_the_same_file_apart_and_knows_tags_by_name(tmp_path):
+    file = tmp_path / "file.pt"
+    file.write_bytes(b"weights")
+    plain = checkpoint.digest_input(f"ViT-B-16/{file}")
+    quick = checkpoint.digest_input(f"ViT-B-16-quickgelu/{file}")
+    assert len({plain, quick, checkpoint.digest_input(str(file))}) == 3
+    moved = file.rename(tmp_path / "moved.pt")
+    assert checkpoint.digest_input(f"ViT-B-16/{moved}") == plain
+    moved.write_bytes(b"others!")
+    assert checkpoint.digest_input(f"ViT-B-16/{moved}") != plain
+    for name in ("ViT-B-16/openai", "timm/vit_base_patch14_dinov2.lvd142m", "nowhere.pt"):
+        assert checkpoint.digest_input(name) == name
 
 
 @pytest.mark.parametrize("vit", (
@@ -1028,6 +1148,11 @@ def test_every_kind_of_teacher_works_in_every_precision(small_clips, tmp_path, k
         assert ((features.float() - exact).norm() / exact.norm()).item() < error
 
 
+def test_weights_for_another_normalization_teach_what_timm_makes_of_it(other_normalization):
+    path, images, expected = other_normalization
+    assert torch.allclose(build_teacher(path, grid=14)(images), expected, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("name, prefix, has_cls", (
     ("vit_small_patch14_reg4_dinov2", 5, True), ("vit_small_patch16_dinov3", 5, True),
     ("vit_base_patch16_siglip_224", 0, False), ("eva02_tiny_patch14_224", 1, True),
@@ -1056,6 +1181,17 @@ def test_a_timm_teacher_has_the_hubs_weights_unless_they_are_random(monkeypatch)
     with pytest.raises(checkpoint.LoadError):      # without a network
         build_teacher("timm/vit_tiny_patch16_224", grid=2)
     assert [each.kwargs["pretrained"] for each in calls] == [False, True]
+
+
+@pytest.mark.parametrize("name, expected", (
+    ("dinov2", "neither a file nor an open_clip MODEL/PRETRAINED, such as ViT-B-16/openai, nor "
+               "timm/NAME, such as timm/vit_base_patch14_dinov2.lvd142m"),
+    ("timm/resnet18/random", "resnet18 is not a plain vision transformer"),
+    ("timm/swin_tiny_patch4_window7_224/random", "224 is not a plain vision transformer"),
+    ("RN50/random", "RN50 is not one of open_clip's own vision transformers")))
+def test_what_cannot_be_a_teacher_is_refused_in_plain_words(capsys, stage, name, expected):
+    error = refusal(capsys, "pretrain", *stage("pretrain", f"--teacher {name}"))
+    assert error.startswith(f"teacher {name}: ") and expected in error
 
 
 @pytest.mark.parametrize("tag, hint", (("openai", True), ("laion2b_s34b_b88k", False)))
