@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import fcntl
+import hashlib
 import math
 import multiprocessing
 import os
@@ -186,7 +187,11 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None,
                 value = Path(value).name if name == "data" else value
                 value = "+".join(map(str, value)) if isinstance(value, list) else value
                 parts.append(f"{name}={value}")
-        args.out = "runs/" + re.sub(r"[^\w.=+-]+", "-", "_".join(parts))
+        name = re.sub(r"[^\w.=+-]+", "-", "_".join(parts))
+        if len(os.fsencode(name)) > 200:      # file systems take 255 bytes
+            digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:8]
+            name = f"{os.fsencode(name)[:190].decode(errors='ignore')}-{digest}"
+        args.out = f"runs/{name}"
     return args
 
 

@@ -23,8 +23,9 @@ from checkpoint import digest_input, first_line, load_checkpoint
 from common import FREE_FLAGS, STOP_SIGNALS, Machine, Plan, UserError, flag, leave_group, lock
 
 LOG_EVERY = 20      # steps
-# Updates skipped in a row after which a run stops. fp16's scaler starts at 2 ** 16 and halves at
-# each: after 16 it would be 1, so more of them do not come from the scale.
+# A run stops after this many skipped updates in a row. They are counted in whole windows between
+# log lines, so it stops 20 to 39 steps after the first. fp16's scale starts at 2 ** 16 and halves
+# at each of them: after 16 it is 1, and something else must be wrong.
 PATIENCE = 20
 
 
@@ -285,12 +286,23 @@ class Run:
                             f"{self.saved()}. To try: a lower --lr, a smaller --weight-decay, "
                             "--clip-grad 1")
         if self.machine.rank == 0:
-            temporary = self.folder / f"{name}.tmp"
+            self.write(name, state | self.description | {"step": step, "best": self.best})
+
+    def write(self, name: str, checkpoint: dict):
+        """Writes a checkpoint to a temporary file, which then takes the place of an older one."""
+        temporary = self.folder / f"{name}.tmp"
+        try:
             with open(temporary, "wb") as file:
-                torch.save(state | self.description | {"step": step, "best": self.best}, file)
+                torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self.folder / name)
+        except (OSError, RuntimeError) as error:
+            temporary.unlink(missing_ok=True)
+            # PyTorch's writer raises an error of its own on top of that of a full disk
+            reason = error if isinstance(error, OSError) else error.__context__ or error
+            raise UserError(f"cannot write {self.folder / name} ({first_line(reason)}); "
+                            f"{self.saved()}") from error
 
     def report(self, *what: str) -> dict[str, float]:
         """Prints the last line of a run -> the best scores"""

@@ -8,6 +8,7 @@ import argparse
 import ast
 import colorsys
 import contextlib
+import errno
 import functools
 import importlib.util
 import itertools
@@ -660,7 +661,7 @@ def couple(case, objectives=("token", "cls"), entropy=(0.0, 0.0), loss_block=(3,
 
 @pytest.mark.parametrize("dense, objectives, keywords", (
     (False, ("token", "cls", "pixel"),
-     dict(entropy_weights=(0.5, 2.0), importance_weight=3.0, loss_block=(1, 3))),
+     dict(entropy_weights=(0.5, 2.0), importance_weight=300.0, loss_block=(1, 3))),
     (True, ("token", "cls", "pixel"), dict(entropy_weights=(1.0, 2.0), entropy_on="combine")),
     (True, ("token", "pixel"),
      dict(loss_weights="combine", entropy_weights=(0.0, 1.0), loss_block=(1, 3))),
@@ -1550,9 +1551,10 @@ def test_no_weight_decay_on_biases_scales_norms_positions_and_tokens():
                for name, p in student.named_parameters() if name.split(".")[-1] not in spared)
 
 
-@pytest.mark.parametrize("amp, scales", (("fp16", (512, 256, 256)), ("off", (1, 1, 1))))
+@pytest.mark.parametrize("amp, scales", (
+    ("fp16", (512, 256, 256)), ("bf16", (1, 1, 1)), ("off", (1, 1, 1))))
 def test_updates_are_skipped_and_counted_where_a_gradient_is_not_finite(amp, scales):
-    scaler = common.Machine(pretrain.parse_args(["--amp", "off"])).scaler
+    scaler = common.Machine(pretrain.parse_args(["--amp", amp])).scaler
     if amp == "fp16":
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     assert scaler.get_growth_factor() == (2.0 if amp == "fp16" else 1.0)
@@ -1961,6 +1963,51 @@ def layerwise(depth, decay):
     return rate
 
 
+def plain_supervised(name, args, world=1):
+    """finetune.main and linprobe.main, image by image -> (the loop, the trained model)"""
+    strong = args.augment == "strong"
+    encoder = checkpoint.load_encoder(args.checkpoint)
+    size = getattr(args, "image_size", None) or 32
+    images = data.open_images(args.data, "train", size)
+    views = data.TrainViews(images, size, args.seed)
+    if strong:
+        views = finetune.StrongViews(images, size, args.seed, erase=name == "finetune")
+    common.seed_everything(args.seed)
+    if name == "finetune":
+        encoder = checkpoint.load_encoder(args.checkpoint, size // 8)
+        for i, block in enumerate(encoder.blocks):
+            block.drop_path.p = args.drop_path * i / 3
+        for i in encoder.moe_blocks:
+            encoder.blocks[i].mlp.dropout = args.expert_dropout or 0.0
+        frozen = {"fr": (".phi", "mlp.scale"), "fa": (".attn.",), "exd": (), "none": ()}
+        for recipe, (key, p) in itertools.product(args.recipe, encoder.named_parameters()):
+            if any(part in key for part in frozen[recipe]):
+                p.requires_grad_(False)
+        head = finetune.LinearHead(96, 4, args.pool, std=0.001 * 0.02)
+        rates = layerwise(4, args.layer_decay)
+    else:
+        encoder.requires_grad_(False)
+        head = {"linear": finetune.LinearHead, "ep": linprobe.EfficientProbe}[name](96, 4)
+        rates = layerwise(4, 1)
+    trained = finetune.Classifier(encoder, head)
+    plain = Plain(args, trained, images, views, rates, world=world)
+    mix = v2.RandomChoice([v2.MixUp(alpha=0.8, num_classes=4),
+                           v2.CutMix(alpha=1.0, num_classes=4)])
+    for _, share, batch in plain.steps():
+        inputs = normalized(data.augment(batch))
+        target = F.one_hot(batch["label"], 4).float()
+        if strong:
+            inputs, target = mix(inputs, batch["label"])
+            target = 0.9 * target + 0.1 / 4
+        loss = -(target * trained(inputs).log_softmax(1)).sum(1).mean()
+        (share * loss).backward()
+    return plain, trained
+
+
+UNUSUAL_SUPERVISED = ("--max-steps 3 --epochs 3 --warmup-epochs 1 --lr 0.02 --min-lr 0.002 "
+                      "--seed 7 --weight-decay 0.5 --clip-grad 0.5 --save-every 1 ")
+
+
 @pytest.mark.parametrize("name, flags", (
     ("finetune", "--recipe fr exd --expert-dropout 0.3 --layer-decay 0.4 --drop-path 0.4 "
                  "--image-size 48"),
@@ -1968,53 +2015,29 @@ def layerwise(depth, decay):
                  "--clip-grad 0"),
     ("linear", ""), ("ep", "--augment plain")))
 def test_supervised_stages_equal_a_plain_loop(stage, name, flags):
-    argv = stage(name, "--max-steps 3 --epochs 3 --warmup-epochs 1 --lr 0.02 --min-lr 0.002 "
-                 "--seed 7 --weight-decay 0.5 --clip-grad 0.5 --batch-size 32 --micro-batch 16 "
-                 f"--save-every 1 {flags}")
+    argv = stage(name, f"{UNUSUAL_SUPERVISED} --batch-size 32 --micro-batch 16 {flags}")
     scores, state, log = play(name, argv)
     args = SCRIPTS[name].parse_args(argv)
-    strong = args.augment == "strong"
-    size = 48 if "48" in flags else 32
-    images, val = (data.open_images(args.data, split, size) for split in ("train", "val"))
-    views = data.TrainViews(images, size, args.seed)
-    if strong:
-        views = finetune.StrongViews(images, size, args.seed, erase=name == "finetune")
-    common.seed_everything(args.seed)
-    if name == "finetune":
-        encoder = checkpoint.load_encoder(args.checkpoint, size // 8, drop_path=0.4)
-        for i in encoder.moe_blocks:
-            encoder.blocks[i].mlp.dropout = args.expert_dropout or 0.0
-        names = (".phi", "mlp.scale") if "fr" in args.recipe else (".attn.",)
-        for key, p in encoder.named_parameters():
-            p.requires_grad_(not any(name in key for name in names))
-        head = finetune.LinearHead(96, 4, args.pool, std=0.001 * 0.02)
-        trained = finetune.Classifier(encoder, head)
-        plain = Plain(args, trained, images, views, layerwise(4, args.layer_decay))
-    else:
-        encoder = checkpoint.load_encoder(args.checkpoint).requires_grad_(False)
-        common.seed_everything(args.seed)
-        head = {"linear": finetune.LinearHead, "ep": linprobe.EfficientProbe}[name](96, 4)
-        trained = finetune.Classifier(encoder, head)
-        plain = Plain(args, trained, images, views)
-    mix = v2.RandomChoice([v2.MixUp(alpha=0.8, num_classes=4),
-                           v2.CutMix(alpha=1.0, num_classes=4)])
-    for _, share, batch in plain.steps():
-        pixels = normalized(data.augment(batch))
-        target = F.one_hot(batch["label"], 4).float()
-        if strong:
-            pixels, target = mix(pixels, batch["label"])
-            target = 0.9 * target + 0.1 / 4
-        loss = -(target * trained(pixels).log_softmax(1)).sum(1).mean()
-        (share * loss).backward()
+    plain, trained = plain_supervised(name, args)
     plain.equals(state, log)
 
     trained.eval()
+    size = trained.encoder.config["image_size"]
     hits = []
-    for image, label in val:
+    for image, label in data.open_images(args.data, "val", size):
         view = normalized(data.center_view(image, size) / 255)[None]
         hits.append(trained(view).argmax().item() == label)
     assert log[-1]["top1"] == pytest.approx(100 * np.mean(hits))
     assert scores["top1"] == max(line["top1"] for line in log) and len(log) == 3
+
+
+@needs_loopback
+def test_two_processes_accumulate_the_gradients_of_finetuning_as_a_plain_loop(stage, tmp_path):
+    argv = stage("finetune", f"{UNUSUAL_SUPERVISED} --batch-size 16 --micro-batch 2 --recipe none "
+                 "--drop-path 0.4 --layer-decay 0.5 --augment plain")
+    torchrun(2, "finetune.py", *argv)
+    plain, _ = plain_supervised("finetune", finetune.parse_args(argv), world=2)
+    plain.equals(*read_run(tmp_path / "run"))
 
 
 def plain_segmentation(segmenter, val, crop, classes):
@@ -2052,9 +2075,9 @@ def test_segmentation_equals_a_plain_loop(stage):
     args = segment.parse_args(argv)
     scenes, val = (segment.Scenes(args.data, split) for split in ("training", "validation"))
     common.seed_everything(args.seed)
-    encoder = checkpoint.load_encoder(args.checkpoint, 4, drop_path=0.4)
-    for i in encoder.moe_blocks:
-        encoder.blocks[i].mlp.dropout = 0.0
+    encoder = checkpoint.load_encoder(args.checkpoint, 4)
+    for i, block in enumerate(encoder.blocks):
+        block.drop_path.p = 0.4 * i / 3
     segmenter = segment.Segmenter(encoder, 11, args.width)
     for key, p in segmenter.named_parameters():
         frozen = key.endswith((".phi", "mlp.scale")) or key.startswith("encoder.norm")
@@ -2239,6 +2262,10 @@ def test_all_processes_start_from_the_same_step_or_none_starts(stage):
 def test_a_run_resumes_with_its_own_stage_and_flags_alone(capsys, stage):
     argv = stage("pretrain")
     train([*argv, "--max-steps", "1"])
+    for name, value in (("epochs", "3"), ("lr", "0.1"), ("seed", "7"), ("batch-size", "4"),
+                        ("weight-decay", "0.1"), ("min-lr", "1e-4"), ("warmup-epochs", "0.5"),
+                        ("clip-grad", "1"), ("drop-path", "0")):
+        assert f"(--{name} was " in refusal(capsys, "pretrain", *argv, f"--{name}", value)
     error = refusal(capsys, "pretrain", *argv, "--experts", "4", "--mask-ratio", "0.5")
     assert "--experts was 2, is 4; --mask-ratio was 0.4, is 0.5" in error
     error = refusal(capsys, "finetune", *stage("finetune"))
@@ -2246,6 +2273,9 @@ def test_a_run_resumes_with_its_own_stage_and_flags_alone(capsys, stage):
 
 
 def test_flags_that_say_where_or_how_fast_are_free(stage, monkeypatch, tmp_path):
+    free = {"data", "teacher", "checkpoint", "out", "workers", "micro_batch", "compile",
+            "recompute", "amp", "save_every", "save_minutes", "max_steps"}
+    assert free == common.FREE_FLAGS
     train(stage("pretrain", "--max-steps 1"))
     (tmp_path / "run").rename(tmp_path / "moved")
     calls = spy(monkeypatch, pretrain, "explore_losses")
@@ -2345,17 +2375,20 @@ def test_a_run_folder_has_what_the_readme_says_and_its_lock_is_released(stage, t
     assert checkpoint.load_encoder(kept).moe_blocks == [1, 3]
 
 
-def test_a_save_that_fails_leaves_the_last_checkpoint(stage, tmp_path):
+def test_a_save_that_fails_is_one_line_and_leaves_the_last_checkpoint(stage, tmp_path, capsys):
     argv = stage("pretrain", "--save-minutes 1e-9")      # last.pt at every step
     before, _ = train([*argv, "--max-steps", "1"])
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    last = tmp_path / "run" / "last.pt"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))      # as on a full disk
     try:
-        with pytest.raises((OSError, RuntimeError)):
-            train(argv)
+        error = refusal(capsys, "pretrain", *argv)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    assert_same_bits(before, checkpoint.load_checkpoint(tmp_path / "run" / "last.pt"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    reason = f"[Errno {errno.EFBIG}] {os.strerror(errno.EFBIG)}"
+    assert error == f"cannot write {last} ({reason}); {last} holds step 1"
+    assert not list((tmp_path / "run").glob("*.tmp"))
+    assert_same_bits(before, checkpoint.load_checkpoint(last))
     assert train(argv)[0]["step"] == 8
 
 
@@ -2421,6 +2454,31 @@ def test_fewer_wrong_numbers_are_left_out_and_counted(stage, monkeypatch):
     state, log = train(stage("pretrain", "--epochs 20"))
     assert state["step"] == 80 and run.finite(state)
     assert [line["skipped"] for line in log] == [15, 4, 10, 10]
+
+
+def test_a_nan_in_the_optimizers_state_alone_is_not_saved(stage, capsys, monkeypatch, tmp_path):
+    good, _ = train(stage("pretrain", "--max-steps 1"))
+
+    def spoil(optimizer, *args, step=common.optimizer_step):
+        metrics = step(optimizer, *args)
+        next(iter(optimizer.state.values()))["exp_avg_sq"].fill_(math.nan)
+        return metrics
+    monkeypatch.setattr(common, "optimizer_step", spoil)
+    error = refusal(capsys, "pretrain", *stage("pretrain", "--max-steps 2"))
+    assert "step 2: the model or the optimizer holds a NaN or infinity" in error
+    assert_same_bits(good, checkpoint.load_checkpoint(tmp_path / "run" / "last.pt"))
+
+
+def test_skipped_updates_count_in_a_row_alone(stage, monkeypatch):
+    """Log lines are after steps 12, 20, 24, 36, ...: 12 are skipped, 8 are not, 16 are skipped."""
+    steps = itertools.count()
+
+    def token_loss(*args, loss=losses.token_loss):
+        wrong = next(steps) in [*range(12), *range(20, 36)]
+        return loss(*args) * (math.nan if wrong else 1.0)
+    monkeypatch.setattr(losses, "token_loss", token_loss)
+    _, log = train(stage("pretrain", "--epochs 12 --save-every 3"))
+    assert [line["skipped"] for line in log] == [12, 0, 4, 12, 0, 0]
 
 
 @pytest.mark.parametrize("name", ("pretrain", "finetune", "segment"))
@@ -2524,9 +2582,19 @@ def test_a_router_that_collapses_is_warned_of(recwarn):
     ("pretrain", "--workers 3 --micro-batch 8 --max-steps 4 --amp bf16 --save-every 1", ""),
     ("pretrain", "--data x/cifar10 --lr 1e-3 --detach", "_data=cifar10_detach=True_lr=0.001"),
     ("pretrain", "--entropy-weight 5 24", "_entropy_weight=5.0+24.0"),
+    ("pretrain", "--teacher timm/a/random", "_teacher=timm-a-random"),
     ("finetune", "runs/a/x.pt", "_checkpoint=runs-a-x.pt")))
 def test_the_run_folder_is_named_after_the_flags_that_matter(name, flags, folder):
     assert SCRIPTS[name].parse_args(flags.split()).out == f"runs/{name}{folder}"
+
+
+def test_a_long_name_of_a_run_folder_is_shortened_and_stays_unique(tmp_path):
+    """File systems take 255 bytes; letters may take several."""
+    names = {Path(linprobe.parse_args([f"runs/{'ü' * 300}/{end}.pt"]).out).name for end in "ab"}
+    assert len(names) == 2
+    for name in names:
+        (tmp_path / name).mkdir()
+        assert re.fullmatch("linprobe_checkpoint=runs-ü+-[0-9a-f]{8}", name)
 
 
 @pytest.mark.parametrize("name, expected", (
