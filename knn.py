@@ -1,13 +1,12 @@
 """k-NN accuracy of frozen encoders on val/, with train/ as the bank: nothing is trained.
 
     python knn.py runs/NAME/epoch_0300.pt
-    torchrun --nproc_per_node 4 knn.py runs/NAME/epoch_*.pt      # and the best of them
+    torchrun --nproc_per_node 4 knn.py runs/NAME/epoch_*.pt      # several; also names the best
 
-Results are appended to knn.jsonl.
+Each result is appended to knn.jsonl as one line.
 """
 
 import argparse
-import functools
 import json
 from pathlib import Path
 
@@ -40,34 +39,36 @@ def parse_args(argv: list[str] | None = None):
 
 
 @torch.no_grad()
-def extract(encoder: ViT, images: data.ImageDataset, batch_size: int, machine: common.Machine,
+def extract(encoder: ViT, views: data.CenterViews, batch_size: int, machine: common.Machine,
             what: str) -> tuple[Tensor, Tensor]:
-    """[CLS] after the norm, of unit length -> (features [M, D], labels [M]) in all processes.
+    """Each view's [CLS] token after the norm, of unit length -> features [M, D], labels [M]
 
-    Processes share the batches; the order of the rows does not depend on how many there are.
+    Each process computes its share of the batches, and all of them return all rows, in the
+    order of the views. `what` names the progress bar.
     """
-    features = torch.zeros(len(images), encoder.dim, device=machine.device)
-    labels = torch.zeros(len(images), dtype=torch.long, device=machine.device)
-    views = data.CenterViews(images, encoder.config["image_size"])
+    features = torch.zeros(len(views), encoder.dim, device=machine.device)
+    labels = torch.zeros(len(views), dtype=torch.long, device=machine.device)
     for batch in data.eval_batches(views, batch_size, machine, what):
         with machine.autocast():
             tokens, _ = encoder(data.normalize(batch["image"] / 255))
         features[batch["index"]] = F.normalize(tokens[:, 0].float(), dim=1)
         labels[batch["index"]] = batch["label"]
-    return machine.sum(features), machine.sum(labels)      # others' rows are zero here
+    return machine.sum(features), machine.sum(labels)      # rows of other processes are zero
 
 
 def classify(queries: Tensor, bank: Tensor, labels: Tensor, classes: int, k: int,
              temperature: float, chunk: int = 256) -> Tensor:
-    """Each query's class by the vote of its k nearest in the bank.
+    """Each query's class, by the vote of its k nearest neighbors in the bank.
 
-    A vote weighs exp(cosine / temperature). queries [Q, D] and bank [M, D] of unit length,
-    labels [M] -> [Q]. At most chunk x M cosines are in memory: 1.3 GB against ImageNet.
+    queries [Q, D] and bank [M, D] of unit length, labels [M] of the bank -> classes [Q]. A vote
+    weighs exp(cosine / temperature). Queries are compared `chunk` at a time, because the cosines
+    of 256 of them with all training images of ImageNet already take 1.3 GB.
     """
     predicted = []
     for part in queries.split(chunk):
         cosine, nearest = (part @ bank.T).topk(k, dim=1)
-        weight = ((cosine - cosine[:, :1]).double() / temperature).exp()      # from 1 down
+        # relative to the nearest, whose vote weighs 1: none overflows at a small temperature
+        weight = ((cosine - cosine[:, :1]).double() / temperature).exp()
         votes = weight.new_zeros(len(part), classes)
         predicted.append(votes.scatter_add_(1, labels[nearest], weight).argmax(1))
     return torch.cat(predicted)
@@ -78,29 +79,34 @@ def main(args) -> list[float]:
     machine = common.Machine(args)
     out = Path(args.out or Path(args.checkpoints[0]).parent)
     out.mkdir(parents=True, exist_ok=True)
-    open_set = functools.cache(functools.partial(data.open_images, args.data))
+    datasets = {}      # by image size: (training, validation)
     results = {}
     for path in args.checkpoints:
         encoder = load_encoder(path).to(machine.device).eval()
-        bank = open_set("train", encoder.config["image_size"])
-        val = open_set("val", encoder.config["image_size"])
-        if args.k > len(bank):
-            raise common.UserError(f"-k {args.k}: there are only {len(bank)} training images in "
+        size = encoder.config["image_size"]
+        if size not in datasets:
+            datasets[size] = [data.open_images(args.data, split, size)
+                              for split in ("train", "val")]
+        train, val = datasets[size]
+        if args.k > len(train):
+            raise common.UserError(f"-k {args.k}: there are only {len(train)} training images in "
                                    f"{args.data}")
         if machine.compile:
             encoder.compile()
-        known, labels = extract(encoder, bank, args.batch_size, machine, "bank")
-        queries, truth = extract(encoder, val, args.batch_size, machine, "val")
-        mine = slice(machine.rank, None, machine.world)
-        predicted = classify(queries[mine], known, labels, len(bank.classes), args.k,
+        bank, labels = extract(encoder, data.CenterViews(train, size), args.batch_size, machine,
+                               "bank")
+        queries, truth = extract(encoder, data.CenterViews(val, size), args.batch_size, machine,
+                                 "val")
+        share = slice(machine.rank, None, machine.world)      # of the queries, for this process
+        predicted = classify(queries[share], bank, labels, len(train.classes), args.k,
                              args.temperature)
-        hits = machine.sum((predicted == truth[mine]).sum()).item()
+        hits = machine.sum((predicted == truth[share]).sum()).item()
         results[path] = 100 * hits / len(truth)
         if machine.rank == 0:
             print(f"{results[path]:6.2f}%  {path}", flush=True)
             row = {"checkpoint": path, "data": args.data, "k": args.k,
                    "temperature": args.temperature, "top1": results[path]}
-            with open(out / "knn.jsonl", "a") as file:      # concurrent runs keep their rows
+            with open(out / "knn.jsonl", "a") as file:      # keeps what other runs write
                 file.write(json.dumps(row) + "\n")
     if machine.rank == 0 and len(results) > 1:
         best = max(results, key=results.get)

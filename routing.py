@@ -1,23 +1,34 @@
-"""What the router learned: dispatch weights of unmasked images, in pictures and numbers.
+"""What the router learned: the dispatch weights of whole images, in pictures and numbers.
 
     python routing.py runs/coupled/last.pt --data FOLDER_OR_PHOTO
-    python routing.py runs/coupled/last.pt runs/detached/last.pt --out DIR
+    python routing.py runs/coupled/last.pt runs/detached/last.pt    # two models side by side
+    python routing.py runs/coupled/epoch_*.pt                       # one run, epoch by epoch
 
-heatmaps.png (Fig. 1, A1), blocks.png (Fig. A2) and correlation.png (Fig. A3), of expert 0's
-weights and the token loss, go beside the first checkpoint or to DIR; so does routing.json, with
-every number, and each expert's area under the ROC curve on the foreground.
+It writes
+  heatmaps.png     the weight of each patch, over some images (Fig. 1 and A1)
+  blocks.png       silhouette, entropy, variation and [CLS] share of each block (Fig. A2)
+  correlation.png  expert 0's weight of a patch against the patch's token loss (Fig. A3)
+  routing.json     all numbers
+
+Of one or two checkpoints, the pictures show the first eight experts. Of more, they show expert 0,
+whose weights are those of the token loss. If the data set has object masks, "foreground_auc" is
+the area under the ROC curve of an expert's weights as a score for patches on the object: 1 if
+all of them weigh more than the background, 0.5 by chance.
 """
 
 import json
 import math
+import re
+import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw
 from torch import Tensor
-from torchvision.transforms.v2.functional import to_pil_image
+from torchvision.transforms.v2.functional import rgb_to_grayscale, to_pil_image
 from torchvision.utils import make_grid
 
 import common
@@ -25,17 +36,17 @@ import data
 from checkpoint import LoadError, digest_input, load_checkpoint, load_encoder
 from common import non_negative_int, number, positive_int
 from losses import dispatch_entropy, token_loss, variation
-from model import Explore, Router
+from model import Explore, Router, Routing, ViT
 from run import rounded
 from teacher import Teacher, build_teacher
 
-# low to high, blue over gray to red: colors at equal distances
+# five colors of Moreland's cool-warm map, from low to high: blue, gray, red
 COLORS = ((0.23, 0.30, 0.75), (0.55, 0.69, 1.00), (0.87, 0.87, 0.87), (0.96, 0.60, 0.48),
           (0.71, 0.02, 0.15))
-IMAGES = 6                            # of heatmaps.png
-EXPERTS = 8                           # in pictures and in print: the first ones
-TILE, GAP, MARGIN = 112, 4, 84        # pixels
-TOKENS = 10_000                       # drawn for silhouette and correlation
+IMAGES = 6                            # at most, in heatmaps.png
+EXPERTS = 8                           # at most, in pictures and in print
+TILE, GAP, MARGIN = 112, 4, 84        # in heatmaps.png, in pixels
+TOKENS = 10_000      # about as many for the silhouette: distances of all pairs take 400 MB
 
 
 def parse_args(argv: list[str] | None = None):
@@ -62,11 +73,11 @@ def parse_args(argv: list[str] | None = None):
 # ------------------------------------------------------------------------------ numbers
 
 def silhouette(features: Tensor, labels: Tensor) -> float:
-    """Mean silhouette coefficient by Euclidean distance: features [M, D], labels [M] -> -1 to 1.
+    """The mean silhouette coefficient: features [M, D], labels [M] -> -1 to 1
 
-    For a point, a is its mean distance to the others of its cluster, b the smallest mean
-    distance to another cluster, its coefficient (b - a) / max(a, b); alone in its cluster it
-    counts 0. A single cluster gives 0.
+    The coefficient of a point is (b - a) / max(a, b), where a is its mean Euclidean distance to
+    the other points of its cluster, and b the smallest mean distance to the points of another
+    cluster. A point that is alone in its cluster has 0, and so have all points of one cluster.
     """
     _, labels = labels.unique(return_inverse=True)
     member = F.one_hot(labels).to(features.dtype)                               # [M, C]
@@ -83,9 +94,10 @@ def silhouette(features: Tensor, labels: Tensor) -> float:
 
 
 def roc_auc(score: Tensor, positive: Tensor) -> float:
-    """Area under the ROC curve: score [M], positive bool [M]; ties count half.
+    """The area under the ROC curve: score [M], positive bool [M] -> 0 to 1
 
-    NaN if a class is missing.
+    It is the share of pairs of a positive and a negative in which the positive has the higher
+    score. A tie counts half. Without a positive or without a negative, it is NaN.
     """
     inside = score[positive]
     outside = score[~positive].sort().values
@@ -94,77 +106,40 @@ def roc_auc(score: Tensor, positive: Tensor) -> float:
     return (below.double().mean() / (2 * len(outside))).item()
 
 
-def load_student(checkpoint: dict) -> Explore:
-    """The student of a checkpoint; from another stage's, its encoder is what counts."""
-    encoder = load_encoder(checkpoint)
-    state = checkpoint["model"]
-    head = state.get("head.weight", torch.empty(1, encoder.dim))
-    student = Explore(encoder, len(head), loss_router="loss_router.phi" in state)
-    student.load_state_dict(state, strict=False)
-    return student.eval()
+# ------------------------------------------------- one checkpoint: load, observe, summarize
+
+class Sample(NamedTuple):
+    """The M images that are measured, and what is known of their patches."""
+    views: data.CenterViews
+    indices: list[int]              # [M]: positions of the images in `views`
+    drawn: Tensor                   # bool [M, T]: tokens for silhouette and correlation
+    foreground: Tensor | None       # bool [M, N]: patches on the object, if there are masks
 
 
-def find_teacher(checkpoint: dict, grid: int) -> Teacher | None:
-    """A pretraining checkpoint's teacher, or None, after printing why."""
-    name = checkpoint["args"].get("teacher")
-    try:
-        if not name:
-            raise LoadError("it is not a pretraining checkpoint")
-        teacher = build_teacher(name, grid)
-        if checkpoint["inputs"]["teacher"] != digest_input(name):
-            raise LoadError(f"the contents of {name} have changed")
-        return teacher
-    except LoadError as error:
-        print(f"{checkpoint['path']}: no correlation with the distillation loss: {error}")
-        return None
-
-
-@torch.no_grad()
-def observe(student: Explore, teacher: Teacher | None, routers: dict[int, Router], batches,
-            drawn: Tensor, machine: common.Machine
-            ) -> tuple[dict[int, list[Tensor]], Tensor | None]:
-    """What happens to M whole images, of which `drawn` bool [M, T] names some tokens.
-
-    -> ({block: [the drawn tokens that enter it [M', D], dispatch, combine [M, T, E]]},
-    token losses [M, N], or None without a teacher)
-    """
-    seen = {i: [] for i in routers}
-    losses = []
-    for batch in batches:
-        pixels = batch["image"] / 255
-        sample, drawn = drawn[:len(pixels)], drawn[len(pixels):]
-        routing = {}
-        with machine.autocast():
-            entering = [student.encoder.embed(data.normalize(pixels))]
-            for i, block in enumerate(student.encoder.blocks):
-                x, routing[i] = block(entering[i])
-                entering.append(x)
-            tokens = student.encoder.norm(x)
-        if student.loss_router:      # which sees the final tokens
-            entering[-1] = tokens
-            routing[len(entering) - 1] = student.loss_router.route(tokens)
-        for i, parts in seen.items():
-            some = entering[i].cpu().float()[sample]
-            parts.append((some, routing[i].dispatch.cpu(), routing[i].combine.cpu()))
-        if teacher:
-            predicted = student.head(tokens)[:, 1:].float()
-            losses.append(token_loss(predicted, teacher(pixels)[:, 1:].float()).cpu())
-    seen = {i: [torch.cat(x) for x in zip(*parts)] for i, parts in seen.items()}
-    return seen, torch.cat(losses) if losses else None
-
-
-def describe(router: Router, tokens: Tensor, dispatch: Tensor, combine: Tensor,
-             drawn: Tensor) -> dict:
-    """A row of routing.json: one block's numbers, the lists by expert; see `observe`."""
-    return {"silhouette": silhouette(tokens, dispatch[drawn].argmax(1)),
-            "scale": router.scale.item(), "entropy": dispatch_entropy(dispatch).tolist(),
-            "dispatch_cv": variation(dispatch[:, 1:]).tolist(),
-            "cls_share": dispatch[:, 0].mean(0).tolist(),
-            "usage": combine.mean((0, 1)).tolist()}
+class Trace(NamedTuple):
+    """What one block makes of the M images."""
+    tokens: Tensor                  # [M', D]: the drawn tokens as they enter the block
+    dispatch: Tensor                # [M, T, E]
+    combine: Tensor                 # [M, T, E]
 
 
 def measure(path: str, args, machine: common.Machine) -> tuple[dict, dict]:
-    """One checkpoint -> (numbers for routing.json, tensors for the pictures)"""
+    """One checkpoint -> (numbers for routing.json, tensors for the pictures)
+
+    The model is not returned, so only one at a time is in memory.
+    """
+    student, routers, block, teacher = load(path, args, machine)
+    sample = draw_sample(student.encoder, args)
+    traces, losses = observe(student, routers, teacher, sample, args.batch_size, machine)
+    return summarize(path, block, routers, sample, traces, losses)
+
+
+def load(path: str, args, machine: common.Machine
+         ) -> tuple[Explore, dict[int, Router], int, Teacher | None]:
+    """-> (student, its routers by block number, the block to show, the student's teacher or None)
+
+    The loss router, which follows the last block, has the number of blocks as its number.
+    """
     checkpoint = load_checkpoint(path)
     student = load_student(checkpoint).to(machine.device)
     encoder = student.encoder
@@ -175,47 +150,137 @@ def measure(path: str, args, machine: common.Machine) -> tuple[dict, dict]:
         raise common.UserError(f"{path} has no experts: there is no routing to show")
     block = args.block
     if block is None:
-        block = (checkpoint["args"].get("loss_block") or list(routers))[-1]
+        loss_blocks = checkpoint["args"].get("loss_block") or list(routers)
+        block = loss_blocks[-1]
     if block not in routers:
         raise common.UserError(f"--block {block} has no experts: the MoE blocks are "
                                f"{' '.join(map(str, routers))}")
     teacher = find_teacher(checkpoint, encoder.grid)
     if teacher:
         teacher.to(machine.device, machine.amp)
+    return student, routers, block, teacher
 
+
+def load_student(checkpoint: dict) -> Explore:
+    """The student of a pretraining checkpoint, or a new one around another stage's encoder."""
+    encoder = load_encoder(checkpoint)
+    state = checkpoint["model"]
+    head = state.get("head.weight", torch.empty(1, encoder.dim))
+    student = Explore(encoder, len(head), loss_router="loss_router.phi" in state)
+    student.load_state_dict(state, strict=False)      # without mask token and pixel decoder
+    return student.eval()
+
+
+def find_teacher(checkpoint: dict, grid: int) -> Teacher | None:
+    """The teacher that trained a student, or None, after printing why there is none."""
+    name = checkpoint["args"].get("teacher")
+    try:
+        if not name:
+            raise LoadError("it is not a pretraining checkpoint")
+        teacher = build_teacher(name, grid)
+        if checkpoint["inputs"]["teacher"] != digest_input(name):
+            raise LoadError(f"the contents of {name} have changed since the training")
+        return teacher
+    except LoadError as error:
+        print(f"{checkpoint['path']}: no correlation with the distillation loss: {error}")
+        return None
+
+
+def draw_sample(encoder: ViT, args) -> Sample:
+    """Draws images and tokens: the same ones for all encoders of one image and patch size."""
     size = encoder.config["image_size"]
-    images = data.open_images(args.data, "val", size, labels=False)
-    views = data.CenterViews(images, size)
+    dataset = data.open_images(args.data, "val", size, labels=False)
     rng = np.random.default_rng(args.seed)
-    chosen = rng.permutation(len(images))[:args.images].tolist()
-    drawn = torch.from_numpy(rng.random((len(chosen), 1 + encoder.grid ** 2)))       # [M, T]
+    indices = rng.permutation(len(dataset))[:args.images].tolist()
+    drawn = torch.from_numpy(rng.random((len(indices), 1 + encoder.grid ** 2)))
     drawn = drawn < TOKENS / drawn.numel()
-    order = [rows.tolist() for rows in torch.tensor(chosen).split(args.batch_size)]
-    seen, losses = observe(student, teacher, routers, data.load(views, order, machine), drawn,
-                           machine)
+    foreground = None
+    if hasattr(dataset, "mask"):      # at least half of a foreground patch is on the object
+        masks = torch.stack([dataset.mask(i) for i in indices]).to(torch.uint8) * 255
+        masks = data.center_view(masks, size) / 255                                  # [M, S, S]
+        foreground = F.avg_pool2d(masks, encoder.patch_size).flatten(1) >= 0.5
+    return Sample(data.CenterViews(dataset, size), indices, drawn, foreground)
 
-    rows = [{"block": i} | describe(router, *seen[i], drawn) for i, router in routers.items()]
-    weights = seen[block][1][:, 1:] * drawn.shape[1]         # in units of the uniform weight
-    numbers = {"checkpoint": str(path), "block": block, "images": len(chosen),
+
+@torch.no_grad()
+def observe(student: Explore, routers: dict[int, Router], teacher: Teacher | None,
+            sample: Sample, batch_size: int, machine: common.Machine
+            ) -> tuple[dict[int, Trace], Tensor | None]:
+    """-> (what each block with a router does, token losses [M, N] or None without a teacher)"""
+    parts = {i: [] for i in routers}
+    losses = []
+    order = [indices.tolist() for indices in torch.tensor(sample.indices).split(batch_size)]
+    batches = data.load(sample.views, order, machine)
+    for batch, drawn in zip(batches, sample.drawn.split(batch_size)):
+        images = batch["image"] / 255
+        with machine.autocast():
+            tokens, entering, routing = encode(student, images)
+        for i in routers:
+            entered = entering[i].cpu().float()[drawn]
+            parts[i].append((entered, routing[i].dispatch.cpu(), routing[i].combine.cpu()))
+        if teacher:
+            predicted = student.head(tokens)[:, 1:].float()
+            losses.append(token_loss(predicted, teacher(images)[:, 1:].float()).cpu())
+    traces = {i: Trace(*map(torch.cat, zip(*part))) for i, part in parts.items()}
+    return traces, torch.cat(losses) if losses else None
+
+
+def encode(student: Explore, images: Tensor
+           ) -> tuple[Tensor, dict[int, Tensor], dict[int, Routing]]:
+    """Images in [0, 1] -> (final tokens, tokens entering each block, routing of each block)
+
+    The loss router's entering tokens are the final ones.
+    """
+    encoder = student.encoder
+    x = encoder.embed(data.normalize(images))
+    entering = {}
+    routing = {}
+    for i, block in enumerate(encoder.blocks):
+        entering[i] = x
+        x, routing[i] = block(x)
+    tokens = encoder.norm(x)
+    if student.loss_router:
+        entering[len(encoder.blocks)] = tokens
+        routing[len(encoder.blocks)] = student.loss_router.route(tokens)
+    return tokens, entering, routing
+
+
+def summarize(path: str, block: int, routers: dict[int, Router], sample: Sample,
+              traces: dict[int, Trace], losses: Tensor | None) -> tuple[dict, dict]:
+    """-> (numbers for routing.json, tensors for the pictures)"""
+    images, tokens = sample.drawn.shape
+    weights = traces[block].dispatch[:, 1:] * tokens      # 1 is the uniform weight
+    rows = [{"block": i} | describe(router, traces[i], sample.drawn)
+            for i, router in routers.items()]
+    numbers = {"checkpoint": str(path), "block": block, "images": images,
                "name": f"{Path(path).resolve().parent.name}/{Path(path).stem}",
-               "tokens": int(drawn.sum()), "blocks": rows}
-    pixels = torch.stack([views[i]["image"] for i in chosen[:IMAGES]]) / 255
-    tensors = {"pixels": pixels, "weights": weights[:IMAGES]}
-    if teacher:      # of the drawn patches, by weight and by loss
-        some = drawn[:, 1:]
-        points = torch.stack([weights[..., 0][some], losses[some]]).double()
+               "tokens": int(sample.drawn.sum()), "blocks": rows}
+    views = [sample.views[i]["image"] for i in sample.indices[:IMAGES]]
+    # cloned, because a slice alone would keep the weights of all images in memory
+    tensors = {"images": torch.stack(views), "weights": weights[:IMAGES].clone()}
+    if losses is not None:
+        drawn = sample.drawn[:, 1:]      # without [CLS], which has no token loss
+        points = torch.stack([weights[..., 0][drawn], losses[drawn]]).double()
         numbers["correlation"] = torch.corrcoef(points)[0, 1].item()
         tensors["points"] = points.numpy()
-    if hasattr(images, "mask"):      # a patch at least half on the object is foreground
-        masks = torch.stack([images.mask(i) for i in chosen]).to(torch.uint8) * 255
-        masks = data.center_view(masks, size) / 255                                  # [M, S, S]
-        foreground = F.avg_pool2d(masks, encoder.patch_size).flatten(1) >= 0.5       # [M, N]
-        numbers["foreground_auc"] = [roc_auc(weight, foreground) for weight in weights.unbind(2)]
+    if sample.foreground is not None:
+        numbers["foreground_auc"] = [roc_auc(weight, sample.foreground)
+                                     for weight in weights.unbind(2)]
     return numbers, tensors
 
 
+def describe(router: Router, trace: Trace, drawn: Tensor) -> dict:
+    """A block's numbers in routing.json. Its lists have one number for each expert."""
+    dispatch = trace.dispatch
+    return {"silhouette": silhouette(trace.tokens, dispatch[drawn].argmax(1)),
+            "scale": router.scale.item(), "entropy": dispatch_entropy(dispatch).tolist(),
+            "dispatch_cv": variation(dispatch[:, 1:]).tolist(),
+            "cls_share": dispatch[:, 0].mean(0).tolist(),
+            "usage": trace.combine.mean((0, 1)).tolist()}
+
+
 def report(numbers: dict):
-    """Prints the numbers, a line for each block, of the first experts."""
+    """Prints the numbers of the first experts, one line for each block."""
     print(f"\n{numbers['checkpoint']}: {numbers['images']} images, {numbers['tokens']} tokens")
     of_block = {name: numbers[name] for name in ("block", "correlation", "foreground_auc")
                 if name in numbers}
@@ -227,6 +292,15 @@ def report(numbers: dict):
 
 # ----------------------------------------------------------------------------- pictures
 
+def name_models(paths: list[str]) -> list[str]:
+    """Titles such as "demo/epoch 4", or "epoch 4" if all of several files are in one folder."""
+    files = [Path(path).resolve() for path in paths]
+    titles = [re.sub(r"^epoch_0*(?=\d)", "epoch ", file.stem) for file in files]
+    if len(files) > 1 and len({file.parent for file in files}) == 1:
+        return titles
+    return [f"{file.parent.name}/{title}" for file, title in zip(files, titles)]
+
+
 def colored(values: Tensor, low: float, high: float) -> Tensor:
     """values [..., H, W] -> colors [..., 3, H, W] in [0, 1], blue at `low`, red at `high`"""
     at = np.linspace(low, high, len(COLORS))
@@ -234,72 +308,111 @@ def colored(values: Tensor, low: float, high: float) -> Tensor:
     return torch.from_numpy(np.stack(channels, axis=-3)).float()
 
 
-def heatmaps(pixels: Tensor, models: list[tuple[str, Tensor]]) -> Image.Image:
-    """A row of images, then one for each expert of each model: its weights over the image.
+def heatmaps(images: Tensor, models: list[tuple[str, Tensor]]) -> Image.Image:
+    """A row of images, then a row for each expert of each model: its weights over the images.
 
-    pixels [M, 3, S, S] in [0, 1]; of each model its name and weights [M, N, E] in units of the
-    uniform weight. Colors span the 1st to the 99th percentile of a model's weights, as the scale
-    in the margin says: a few extreme patches would dull the rest.
+    images [M, 3, S, S] in [0, 1]; of each model its title and its weights [M, N, E], where 1 is
+    the uniform weight. Each model has a color scale of its own, shown in the margin. It spans the
+    1st to the 99th percentile of the weights, because a few extreme patches would otherwise leave
+    hardly any difference between the others.
     """
-    images = F.interpolate(pixels, TILE, mode="bicubic", antialias=True).clamp(0, 1)
-    rows, titles, scales = [images], ["image"], [None]
-    for name, weights in models:
-        weights = weights[..., :EXPERTS]
+    images = F.interpolate(images, TILE, mode="bicubic", antialias=True).clamp(0, 1)
+    rows = [images]
+    labels = [row_label(["image"])]
+    for title, weights in models:
         low, high = np.quantile(weights, (0.01, 0.99))
         side = math.isqrt(weights.shape[1])
-        scale = colored(torch.linspace(low, high, MARGIN - 12).expand(8, -1), low, high)
         for expert, weight in enumerate(weights.unbind(2)):
             maps = colored(weight.unflatten(1, (side, side)), low, high)
-            rows.append(0.65 * F.interpolate(maps, TILE) + 0.35 * data.gray(images))
-            title = f"{name}\nexpert {expert}\n\n{low:.2f} to {high:.2f}\nx uniform"
-            titles.append(title.replace("/", "\n"))
-            scales.append(to_pil_image(scale))
+            rows.append(0.65 * F.interpolate(maps, TILE) + 0.35 * rgb_to_grayscale(images))
+            lines = textwrap.wrap(title.replace("/", " "), 13, max_lines=3, placeholder="...")
+            labels.append(row_label([*lines, f"expert {expert}"], low, high))
     tiles = make_grid(torch.cat(rows), nrow=len(images), padding=GAP, pad_value=1.0)
     canvas = Image.new("RGB", (MARGIN + tiles.shape[2], tiles.shape[1]), "white")
     canvas.paste(to_pil_image(tiles), (MARGIN, 0))
-    for row, (title, scale) in enumerate(zip(titles, scales)):
-        middle = GAP + TILE // 2 + row * (TILE + GAP)
-        ImageDraw.Draw(canvas).multiline_text((MARGIN - 4, middle), title, fill="black",
-                                              anchor="rm", align="right")
-        if scale:
-            canvas.paste(scale, (8, middle))
+    for row, label in enumerate(labels):
+        canvas.paste(label, (0, GAP + row * (TILE + GAP)))
     return canvas
 
 
-def draw_blocks(models: list[dict], path: Path):
-    """Silhouette, entropy, variation and [CLS] share over MoE blocks, by model and expert."""
+def row_label(title: list[str], low: float | None = None, high: float | None = None
+              ) -> Image.Image:
+    """What is in the margin beside a row: the lines of its title and its color scale."""
+    label = Image.new("RGB", (MARGIN, TILE), "white")
+    draw = ImageDraw.Draw(label)
+    right = MARGIN - 4
+    middle = TILE // 2
+    draw.multiline_text((right, middle - 3), "\n".join(title), "black", anchor="rd",
+                        align="right")
+    if low is not None:
+        scale = colored(torch.linspace(low, high, right - 8).expand(8, -1), low, high)
+        label.paste(to_pil_image(scale), (8, middle))
+        span = f"{low:.2f} to {high:.2f}\nx uniform"
+        draw.multiline_text((right, middle + 10), span, "black", anchor="ra", align="right")
+    return label
+
+
+def draw_blocks(models: list[dict], titles: list[str], experts: int, path: Path):
+    """Silhouette, entropy, variation and [CLS] share over blocks, a line for each expert.
+
+    Experts differ by color, and the second of two models is dashed. More than two models differ
+    by color, from dark to light in the order given.
+    """
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(14, 3.2), layout="constrained")
-    axes = figure.subplots(1, 4)
-    titles = {"silhouette": "silhouette", "entropy": "dispatch entropy (nats)",
+    panels = {"silhouette": "silhouette", "entropy": "dispatch entropy (nats)",
               "dispatch_cv": "coefficient of variation", "cls_share": "[CLS] share"}
-    for style, numbers in zip(("-o", "--s"), models):
-        rows = numbers["blocks"]
-        experts = max(len(row["usage"]) for row in rows)
-        for axis, (name, title) in zip(axes, titles.items()):
-            axis.set(title=title, xlabel="block", xticks=[row["block"] for row in rows])
-            for expert in range(min(experts, EXPERTS)):      # a silhouette has one value
-                points = [(row["block"], np.atleast_1d(row[name])[expert]) for row in rows
-                          if expert < np.size(row[name])]
-                axis.plot(*np.array(points).reshape(-1, 2).T, style,
-                          color="black" if name == "silhouette" else f"C{expert}",
-                          label=f"{numbers['name']}, expert {expert}")
-    axes[1].legend(fontsize=7)
+    several = len(models) > 2
+    blocks = sorted({row["block"] for numbers in models for row in numbers["blocks"]})
+    shades = colormaps["viridis"](np.linspace(0, 0.9, len(models)))
+    figure = Figure(figsize=(14, 3.2), layout="constrained")
+    axes = figure.subplots(1, len(panels))
+    for axis, (name, panel) in zip(axes, panels.items()):
+        axis.set(title=panel, xlabel="block", xticks=blocks)
+        for i, (numbers, title) in enumerate(zip(models, titles)):
+            style = "--s" if i == 1 and not several else "-o"
+            for expert, points in enumerate(lines_over_blocks(numbers["blocks"], name, experts)):
+                color = f"C{expert}"
+                if several:
+                    color = shades[i]
+                elif name == "silhouette":      # one value for all experts together
+                    color = "black"
+                axis.plot(*np.transpose(points), style, color=color,
+                          label=f"{title}, expert {expert}")
+    lines = axes[1].lines
+    figure.legend(handles=lines, loc="outside right center", ncols=math.ceil(len(lines) / 16),
+                  fontsize=8)
     figure.savefig(path, dpi=90)
 
 
-def draw_correlation(models: list[tuple[dict, np.ndarray]], path: Path):
-    """Expert 0's weight against the token's loss, [2, M'], with the regression line."""
+def lines_over_blocks(rows: list[dict], name: str, experts: int) -> list[list[tuple]]:
+    """Rows of routing.json -> of each of the first experts, its points (block, value)
+
+    A loss router and a block may have different numbers of experts.
+    """
+    values = [np.atleast_1d(row[name]) for row in rows]
+    most = max(len(value) for value in values)
+    return [[(row["block"], value[expert]) for row, value in zip(rows, values)
+             if expert < len(value)] for expert in range(min(experts, most))]
+
+
+def draw_correlation(models: list[tuple[dict, str, np.ndarray]], path: Path):
+    """The token loss of patches over expert 0's weight, with the regression line.
+
+    Of each model: its numbers, its title, and the weights and losses, [2, M'].
+    """
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(4.6 * len(models), 3.6), layout="constrained")
-    for i, (numbers, (weight, loss)) in enumerate(models, start=1):
-        axis = figure.add_subplot(1, len(models), i)
+    columns = min(3, len(models))      # as wide as blocks.png
+    rows = math.ceil(len(models) / columns)
+    figure = Figure(figsize=(4.6 * columns, 3.6 * rows), layout="constrained")
+    for i, (numbers, title, (weight, loss)) in enumerate(models, start=1):
+        axis = figure.add_subplot(rows, columns, i)
         axis.scatter(weight, loss, s=2, alpha=0.25)
         slope, _ = np.polyfit(weight, loss, 1)      # the line goes through the means
         axis.axline((weight.mean(), loss.mean()), slope=slope, color="black", linestyle="--",
                     linewidth=1)
-        axis.locator_params(axis="x", nbins=5)      # where weights hardly vary, ticks overlap
-        axis.set(title=f"{numbers['name']}: r = {numbers['correlation']:.3f}",
+        axis.locator_params(axis="x", nbins=5)      # more labels, such as 1.0005, would overlap
+        axis.set(title=f"{title}: r = {numbers['correlation']:.3f}",
                  xlabel="expert 0's dispatch weight / uniform weight", ylabel="token loss")
     figure.savefig(path, dpi=90)
 
@@ -310,15 +423,18 @@ def main(args) -> list[dict]:
     out = Path(args.out or Path(args.checkpoints[0]).parent)
     out.mkdir(parents=True, exist_ok=True)
     models, tensors = zip(*(measure(path, args, machine) for path in args.checkpoints))
-    rows = [(numbers["name"], each["weights"]) for numbers, each in zip(models, tensors)]
-    heatmaps(tensors[0]["pixels"], rows).save(out / "heatmaps.png")
     (out / "routing.json").write_text(json.dumps(rounded(models), indent=1) + "\n")
     for numbers in models:
         report(numbers)
+
+    titles = name_models(args.checkpoints)
+    experts = EXPERTS if len(models) <= 2 else 1
+    weights = [each["weights"][..., :experts] for each in tensors]
+    heatmaps(tensors[0]["images"] / 255, list(zip(titles, weights))).save(out / "heatmaps.png")
     try:
-        draw_blocks(models, out / "blocks.png")
-        points = [(numbers, each["points"]) for numbers, each in zip(models, tensors)
-                  if "points" in each]
+        draw_blocks(models, titles, experts, out / "blocks.png")
+        points = [(numbers, title, each["points"])
+                  for numbers, title, each in zip(models, titles, tensors) if "points" in each]
         if points:
             draw_correlation(points, out / "correlation.png")
     except ImportError:

@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections import namedtuple
 from pathlib import Path
 from unittest.mock import MagicMock, Mock, call
@@ -3174,8 +3175,8 @@ def test_routing_json_equals_numpy_on_the_same_weights(write_student, tmp_path, 
     loss = losses.token_loss(predicted, targets)[:, 1:]
     pair = torch.stack([weight[..., 0], loss])[:, drawn[:, 1:]]
     assert numbers["correlation"] == pytest.approx(torch.corrcoef(pair)[0, 1].item(), abs=1e-4)
-    pixels, ((_, shown),) = pictures[0].args
-    assert torch.equal(pixels, views)
+    shown_images, ((_, shown),) = pictures[0].args
+    assert torch.equal(shown_images, views)
     assert torch.allclose(shown, 17 * weight, atol=1e-4)
 
 
@@ -3211,11 +3212,104 @@ def test_two_checkpoints_stand_side_by_side(write_student, tmp_path, capsys):
     assert coupled.keys() - detached.keys() == {"correlation"}
 
 
-def test_a_teacher_that_has_changed_since_gives_no_correlation(write_student, capsys):
+def test_only_the_teacher_of_the_training_gives_a_correlation(write_student, tmp_path, capsys):
     path = write_student("one")
-    write_checkpoint(Path(path).parents[1] / "teacher.pt")
+    teacher = tmp_path / "teacher.pt"
+    assert "correlation" in show(path)[0]
+    write_checkpoint(teacher, depth=1)
     assert "correlation" not in show(path)[0]
-    assert "teacher.pt have changed" in capsys.readouterr().out
+    assert f"the contents of {teacher} have changed since the training" in capsys.readouterr().out
+    teacher.rename(tmp_path / "moved.pt")
+    assert "correlation" not in show(path)[0]
+    message = f"{path}: no correlation with the distillation loss: teacher {teacher}: no such file"
+    assert message in capsys.readouterr().out
+
+
+@pytest.fixture
+def epochs(write_student):
+    """Three checkpoints, whose routers differ in scale -> their paths, in another order"""
+    paths = []
+    for epoch, scale in ((2, 9.0), (0, 1.0), (1, 3.0)):
+        path = Path(write_student(f"epoch_{epoch}"))
+        file = torch.load(path)
+        for name in file["model"]:
+            if name.endswith("scale"):
+                file["model"][name].fill_(scale)
+        torch.save(file, path)
+        paths.append(str(path))
+    return paths
+
+
+def test_more_than_two_checkpoints_have_a_row_of_expert_0_each_in_the_order_given(
+        epochs, tmp_path, monkeypatch):
+    pictures = spy(monkeypatch, routing, "heatmaps")
+    show(*epochs, "--out", str(tmp_path / "all"))
+    rows = pictures[0].args[1]
+    alone = [show(path)[0] for path in epochs]
+    assert json.loads((tmp_path / "all" / "routing.json").read_text()) == run.rounded(alone)
+    assert [numbers["blocks"][0]["scale"] for numbers in alone] == [9, 1, 3]
+    assert len(alone[0]["foreground_auc"]) == 2                  # the numbers are of all experts
+    assert [title for title, _ in rows] == [
+        "epoch_2/last", "epoch_0/last", "epoch_1/last"]
+    for (_, weights), each in zip(rows, pictures[1:]):
+        (_, expected), = each.args[1]
+        assert expected.shape[2] == 2 and torch.equal(weights, expected[..., :1])
+    assert Image.open(tmp_path / "all" / "heatmaps.png").height == 4 + 4 * 116
+
+
+def test_each_row_of_heatmaps_has_a_color_scale_of_its_own():
+    weights = torch.rand(5, 16, 1)
+    picture = routing.heatmaps(torch.full((5, 3, 32, 32), 0.5), [
+        ("large", 0.5 + weights), ("small", 0.95 + 0.1 * weights)])
+    large, small = np.split(np.asarray(picture).astype(int)[4:], (116, 232))[1:]
+    assert abs(large[:112, 84:] - small[:112, 84:]).max() <= 1      # the same colors
+    margins = [rows[:112, :84] for rows in (large, small)]
+    assert np.array_equal(margins[0][56:64], margins[1][56:64])      # the scale
+    assert not np.array_equal(margins[0][64:], margins[1][64:])      # what its ends stand for
+
+
+def test_one_checkpoint_at_a_time_is_in_memory(epochs, monkeypatch):
+    alive = []
+    load_student = routing.load_student
+
+    def load(file):
+        assert not any(student() for student in alive)
+        student = load_student(file)
+        alive.append(weakref.ref(student))
+        return student
+    monkeypatch.setattr(routing, "load_student", load)
+    monkeypatch.setattr(routing, "IMAGES", 2)
+    pictures = spy(monkeypatch, routing, "heatmaps")
+    show(*epochs)
+    assert len(alive) == 3
+    for _, weights in pictures[0].args[1]:      # of two images, 16 patches and two experts
+        assert weights.untyped_storage().nbytes() == 4 * 2 * 16 * 2
+
+
+def test_titles_name_the_epoch_and_the_folder_where_it_tells_files_apart():
+    assert routing.name_models(["runs/a/last.pt"]) == ["a/last"]
+    assert routing.name_models(["runs/a/epoch_0000.pt", "runs/a/epoch_0100.pt", "runs/a/best.pt"]
+                               ) == ["epoch 0", "epoch 100", "best"]
+    assert routing.name_models(["runs/a/epoch_0300.pt", "runs/b/epoch_0300.pt"]) == [
+        "a/epoch 300", "b/epoch 300"]
+
+
+def test_more_than_two_checkpoints_have_a_line_each_and_at_most_three_plots_in_a_row(
+        epochs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", MagicMock())
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", pictures := MagicMock())
+    axes = [MagicMock() for _ in range(4)]
+    figure = pictures.Figure.return_value
+    figure.subplots.return_value = axes
+    models = show(*epochs, epochs[0])
+    for axis, name in zip(axes, ("silhouette", "entropy", "dispatch_cv", "cls_share")):
+        drawn = [line.args[1].tolist() for line in axis.plot.call_args_list]
+        assert drawn == [[np.atleast_1d(row[name])[0] for row in numbers["blocks"]]
+                         for numbers in models]
+        labels = [line.kwargs["label"] for line in axis.plot.call_args_list]
+        assert labels == [f"epoch_{epoch}/last, expert 0" for epoch in (2, 0, 1, 2)]
+    assert [each.args for each in figure.add_subplot.call_args_list] == [
+        (2, 3, i) for i in (1, 2, 3, 4)]
 
 
 def test_curves_are_drawn_where_matplotlib_is(write_student, tmp_path):
@@ -3245,8 +3339,9 @@ def test_the_first_experts_are_shown_of_each_block(write_student, of_block, of_r
                                                    tmp_path, monkeypatch, capsys):
     """A loss router has two, whatever the blocks have. Each line ends where its expert does."""
     monkeypatch.setattr(routing, "EXPERTS", 4)
+    monkeypatch.setitem(sys.modules, "matplotlib", MagicMock())
     monkeypatch.setitem(sys.modules, "matplotlib.figure", pictures := MagicMock())
-    axes = [Mock() for _ in range(4)]
+    axes = [MagicMock() for _ in range(4)]
     pictures.Figure.return_value.subplots.return_value = axes
     numbers, = show(write_student("one"), "--block", str(block))
     rows = numbers["blocks"]
