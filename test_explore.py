@@ -1,6 +1,6 @@
 """The tests, as statements about the method. CPU, no network: `python -m pytest -q`
 
-Sections follow the files, from model.py to routing.py, then README. Those of experiments/ are in
+Sections follow the files, from model.py to plot.py, then README. Those of experiments/ are in
 experiments/test_experiments.py.
 """
 
@@ -55,6 +55,7 @@ import knn
 import linprobe
 import losses
 import model
+import plot
 import pretrain
 import routing
 import run
@@ -70,7 +71,7 @@ torch.set_num_threads(1)
 HERE = Path(__file__).parent
 README = (HERE / "README.md").read_text("utf-8")
 SCRIPTS = {"pretrain": pretrain, "finetune": finetune, "linear": linprobe, "ep": linprobe,
-           "segment": segment, "knn": knn, "routing": routing}
+           "segment": segment, "knn": knn, "routing": routing, "plot": plot}
 QUICK = ["--amp", "off", "--workers", "0"]
 TOY = ["--model", "vit_nano", "--image-size", "32", "--patch-size", "8", "--batch-size", "8",
        *QUICK]
@@ -3355,6 +3356,78 @@ def test_the_first_experts_are_shown_of_each_block(write_student, of_block, of_r
     assert axes[0].plot.call_args_list[0].args[1].tolist() == [row["silhouette"] for row in rows]
 
 
+# --------------------------------------------------------------------------------- plot
+
+@pytest.fixture
+def write_run(tmp_path):
+    """write_run(name, **fields) -> the folder of a run of two epochs, with k-NN accuracies"""
+    def write(name, **fields):
+        (tmp_path / name).mkdir()
+        lines = [{"step": 4 * epoch, "epoch": epoch, "lr": 1e-3}
+                 | {field: values[epoch - 1] for field, values in fields.items()}
+                 for epoch in (1, 2)]
+        # a killed run leaves half of a line
+        text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 12, "epo'
+        (tmp_path / name / "log.jsonl").write_text(text)
+        rows = [(f"runs/{name}/last.pt", 2.0), (f"{name}/last.pt", 30.0),
+                (f"{name}/epoch_0001.pt", 20.0), (f"{name}/best.pt", 3.0), ("other/last.pt", 1.0)]
+        rows = [json.dumps({"checkpoint": path, "top1": top1}) + "\n" for path, top1 in rows]
+        (tmp_path / name / "knn.jsonl").write_text("".join(rows))
+        return str(tmp_path / name)
+    return write
+
+
+def test_each_run_is_drawn_over_epochs_in_a_panel_for_each_quantity_it_has(
+        write_run, tmp_path, monkeypatch, capsys):
+    figure = pytest.importorskip("matplotlib.figure")
+    figures = []
+    save = figure.Figure.savefig
+    monkeypatch.setattr(figure.Figure, "savefig",
+                        lambda self, *args, **kw: figures.append(self) or save(self, *args, **kw))
+    runs = [write_run("routed", loss=[-9, -8], token=[0.4, 0.2], token_ratio=[1, 0.9],
+                      dispatch_cv=[[0.1, 7], [0.3, 7]], equilibrium_lambda=[-0.1, 0.4],
+                      **{"lambda": [[0.5, 7], [0.6, 7]]}),
+            write_run("plain", loss=[-3, -2], token=[0.5, 0.1])]
+    plot.main(plot.parse_args(runs))
+    picture = tmp_path / "routed" / "curves.png"
+    assert min(Image.open(picture).size) > 200 and str(picture) in capsys.readouterr().out
+
+    found, = figures
+    panels = {axis.get_title().split(" (")[0]:
+              [(line.get_linestyle(), line.get_color(), *zip(*line.get_data()))
+               for line in axis.lines if len(line.get_xdata())] for axis in found.axes}
+    assert panels == {
+        "token loss": [("-", "C0", (1, 0.4), (2, 0.2)), ("-", "C1", (1, 0.5), (2, 0.1))],
+        "weighted / unweighted token loss": [("-", "C0", (1, 1), (2, 0.9))],
+        "variation of expert 0's weights": [("-", "C0", (1, 0.1), (2, 0.3))],
+        "lambda": [("-", "C0", (1, 0.5), (2, 0.6)), ("--", "C0", (1, -0.1), (2, 0.4))],
+        "learning rate": [("-", "C0", (1, 1e-3), (2, 1e-3)), ("-", "C1", (1, 1e-3), (2, 1e-3))],
+        "k-NN accuracy": [("-", "C0", (1, 20), (2, 30)), ("-", "C1", (1, 20), (2, 30))]}
+    legend, = found.legends
+    assert [text.get_text() for text in legend.get_texts()] == runs
+    assert [line.get_color() for line in legend.get_lines()] == ["C0", "C1"]
+    assert not any(legend.get_window_extent().overlaps(axis.get_tightbbox())
+                   for axis in found.axes)
+
+
+def test_supervised_runs_have_loss_and_scores(write_run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", pictures := MagicMock())
+    folder = write_run("a", loss=[2.3, 1.2], top1=[30, 40], miou=[5, 6])
+    plot.main(plot.parse_args([folder, "--out", str(tmp_path / "new")]))
+    panels = pictures.Figure.return_value.add_subplot.return_value
+    drawn = [line.args[1] for line in panels.plot.call_args_list]
+    assert drawn == [[2.3, 1.2], [1e-3, 1e-3], [20, 30], [30, 40], [5, 6]]
+    pictures.Figure.return_value.savefig.assert_called_with(tmp_path / "new/curves.png", dpi=90)
+
+
+def test_plot_says_in_one_line_what_it_misses(write_run, tmp_path, capsys, monkeypatch):
+    folder = write_run("a", token=[0.4, 0.2])
+    assert f"{tmp_path} has no log.jsonl" in refusal(capsys, "plot", folder, str(tmp_path))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    plot.main(plot.parse_args([folder]))
+    assert capsys.readouterr().out == "curves.png needs matplotlib: pip install matplotlib\n"
+
+
 # ------------------------------------------------------------------------ README, demo
 
 FENCES = re.findall(r"([^\n]*)\n+```(\w*)\n(.*?)```", README, re.S)
@@ -3425,11 +3498,11 @@ def test_printed_commands_are_ones_that_the_scripts_take(tmp_path, capsys):
     subprocess.run(["sh", HERE / "demo.sh", "--epochs", "8"], cwd=tmp_path, check=True,
                    env=environment)
     demo = (tmp_path / "commands").read_text()
-    assert len(demo.splitlines()) == 4 and "--out runs/demo --epochs 8" in demo
+    assert len(demo.splitlines()) == 5 and "--out runs/demo --epochs 8" in demo
     text = README.replace('"$out"\'', "runs/a") + demo
     commands = re.findall(r"\b(?:python|torchrun [^`\n]*?) (\w+)\.py((?: +[^`#|\s]+)*)", text)
     scripts = {name: importlib.import_module(name) for name, _ in commands}
-    assert len(scripts) == 6
+    assert len(scripts) == 7
     for name, argv in commands:
         scripts[name].parse_args(argv.split())
     for script in scripts.values():

@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import memory
-import plot
+import plot_lambda
 import table
 
 import checkpoint
@@ -154,7 +154,7 @@ def test_experiments_are_run_measured_and_drawn(experiments, scenes, photos, tmp
     assert table.main(table.parse_args(argv))["cifar"] == printed
     pytest.importorskip("matplotlib")
     picture = tmp_path / "lambda.png"
-    plot.main(plot.parse_args(["--json", str(tmp_path), "--out", str(picture)]))
+    plot_lambda.main(plot_lambda.parse_args(["--json", str(tmp_path), "--out", str(picture)]))
     assert min(Image.open(picture).size) > 200
 
 

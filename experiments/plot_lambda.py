@@ -1,6 +1,6 @@
 """assets/lambda.png: the variation of dispatch weights against lambda, from table.py's JSON.
 
-    python experiments/plot.py        # needs matplotlib
+    python experiments/plot_lambda.py        # needs matplotlib
 """
 
 import argparse
