@@ -29,12 +29,12 @@ def main(args: argparse.Namespace):
     for color, (name, title) in enumerate(TITLES.items()):
         file = args.json / f"{name}.json"
         rows = json.loads(file.read_text()) if file.exists() else []
-        points = [(group[0]["lambda"], *table.at_balance(group))
+        points = [(group[0]["lambda"], *table.at_equilibrium(group))
                   for group in table.groups(rows, "coupled")]
         if points:
             weights, free, measured, settled = zip(*points, strict=True)
             axis.loglog(weights, free, f"C{color}_:", label=f"std(loss) / lambda, {title}")
-            axis.loglog(weights, settled, f"C{color}x", label=f"at balance, {title}")
+            axis.loglog(weights, settled, f"C{color}x", label=f"at equilibrium, {title}")
             axis.loglog(weights, measured, f"C{color}o", label=f"measured, {title}",
                         fillstyle="none")
     axis.set(xlabel="lambda", ylabel="variation")

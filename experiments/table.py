@@ -56,7 +56,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 # ------------------------------------------------------------------- from runs to JSON
 
 @torch.no_grad()
-def held_out(path: Path, images: int = 1000) -> tuple[Tensor, Tensor | None]:
+def held_out(path: Path, count: int = 1000) -> tuple[Tensor, Tensor | None]:
     """On cropped and masked validation images, the same for each run of a set.
 
     -> the token loss of visible patches [M, V]; their dispatch weights [M, V, E] of the router
@@ -70,17 +70,17 @@ def held_out(path: Path, images: int = 1000) -> tuple[Tensor, Tensor | None]:
     machine = common.Machine(routing.parse_args([str(path), "--amp", "off", "--workers", "0"]))
     teacher.to(machine.device)
     student.to(machine.device)
-    val = data.open_images(args.data, "val", args.image_size)
-    views = data.TrainViews(val, args.image_size, 0, student.encoder.grid, args.mask_ratio)
-    order = np.random.default_rng(0).permutation(len(val))[:images]
+    dataset = data.open_images(args.data, "val", args.image_size)
+    views = data.TrainViews(dataset, args.image_size, 0, student.encoder.grid, args.mask_ratio)
+    order = np.random.default_rng(0).permutation(len(dataset))[:count]
     batches = [[(0, int(i)) for i in part] for part in np.array_split(order, 10)]
     losses = []
     weights = []
     for batch in data.load(views, batches, machine):
-        pixels = data.augment(batch)
-        pred = student(data.normalize(pixels), batch["mask"])
+        images = data.augment(batch)
+        pred = student(data.normalize(images), batch["mask"])
         ids = pred.ids_keep[..., None].expand(-1, -1, teacher.dim)
-        target = teacher(pixels)[:, 1:].gather(1, ids)
+        target = teacher(images)[:, 1:].gather(1, ids)
         losses.append(token_loss(pred.tokens[:, 1:], target).cpu())
         if pred.routing:
             weights.append(pred.routing[max(pred.routing)].dispatch[:, 1:].cpu())
@@ -118,7 +118,7 @@ def measure(run: Path) -> dict:
                 "variation": first.std(1, False).mean().item(), "cls": max(block["cls_share"]),
                 "silhouette": block["silhouette"], "scale": block["scale"],
                 "lambda": aimed or args["entropy_weight"][0],
-                "balance": -((first - 1) * loss).mean().item() / spread}
+                "equilibrium_lambda": -((first - 1) * loss).mean().item() / spread}
         if "foreground_auc" in seen:
             row["foreground"] = seen["foreground_auc"][0]
     return plain(row)
@@ -215,18 +215,20 @@ def groups(rows: list[dict], *starts: str) -> list[list[dict]]:
     return list(groups.values())
 
 
-def at_balance(group: list[dict]) -> tuple[float, float, float]:
-    """Variation of freely chosen weights, measured, and with a scale at its optimum."""
+def at_equilibrium(group: list[dict]) -> tuple[float, float, float]:
+    """The variation of freely chosen weights, of the measured ones, and of those whose scale is
+    at its optimum.
+    """
     mean = {key: statistics.mean(row[key] for row in group)
-            for key in ("std", "variation", "balance", "lambda")}
-    settled = mean["variation"] * mean["balance"] / mean["lambda"]
+            for key in ("std", "variation", "equilibrium_lambda", "lambda")}
+    settled = mean["variation"] * mean["equilibrium_lambda"] / mean["lambda"]
     return mean["std"] / mean["lambda"], mean["variation"], settled
 
 
-def balances(sets: dict[str, list[dict]]) -> str:
+def lambda_table(sets: dict[str, list[dict]]) -> str:
     """What lambda does, in numbers."""
     table = [["", "seeds", "lambda", "std(loss)", "std(loss) / lambda", "variation",
-              "at balance", "balance", "scale"]]
+              "at equilibrium", "equilibrium lambda", "scale"]]
     for name, rows in sets.items():
         for group in groups(rows, "coupled", "aimed", "long-coupled", "long-aimed", "experts16-"):
             def column(key: str, digits: int, group=group) -> str:
@@ -235,9 +237,9 @@ def balances(sets: dict[str, list[dict]]) -> str:
             weight = column("lambda", 3) if len(weights) > 1 else f"{max(weights):.3g}"
             scale = number(statistics.mean(row["scale"] for row in group), 2)
             std = number(statistics.mean(row["std"] for row in group), 4)
-            free, measured, settled = (f"{x:.2g}" for x in at_balance(group))
+            free, measured, settled = (f"{x:.2g}" for x in at_equilibrium(group))
             table.append([f"{name} {group[0]['row']}", str(len(group)), weight, std, free,
-                          measured, settled, column("balance", 3), scale])
+                          measured, settled, column("equilibrium_lambda", 3), scale])
     return markdown(table)
 
 
@@ -255,7 +257,7 @@ def main(args: argparse.Namespace) -> dict[str, str]:
     sets = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
     tables = {name: results(sets[name], args.to) for name in args.sets if name in sets}
     if not args.to:
-        tables["lambda"] = balances(sets)
+        tables["lambda"] = lambda_table(sets)
         readme = args.out / "README.md"
         for name, table in tables.items() if readme.exists() else ():
             readme.write_text(fill(readme.read_text("utf-8"), name, table), "utf-8")

@@ -52,12 +52,21 @@ def test_memory_counts_each_storage_that_autograd_saves_once_and_no_parameter():
 
 
 def test_memory_prints_a_row_for_each_number_of_experts(capsys):
-    memory.main(["--model", "vit_tiny", "--image-size", "64", "--objective", "token"])
+    flags = ["--model", "vit_tiny", "--image-size", "64", "--objective", "token"]
+    memory.main(memory.parse_args(flags))
     lines = capsys.readouterr().out.splitlines()[2:]
     rows = [[float(cell.split()[0]) for cell in line.split("|")[1:-1]] for line in lines]
     assert [row[0] for row in rows] == [0, 2, 64]
     assert all(0 < row[5] < row[4] for row in rows)
     assert rows[2][2] == pytest.approx(16e6 * rows[2][1] / 2 ** 30, abs=0.06)
+
+
+@pytest.mark.parametrize("flag, code", (("--help", 0), ("--modle", 2)))
+def test_memory_prints_help_or_an_error_and_no_table(flag, code, capsys):
+    with pytest.raises(SystemExit) as stop:
+        memory.main(memory.parse_args([flag]))
+    printed = "".join(capsys.readouterr())
+    assert stop.value.code == code and "usage: " in printed and "|---" not in printed
 
 
 @pytest.fixture
@@ -130,25 +139,25 @@ def test_experiments_are_run_measured_and_drawn(experiments, scenes, photos, tmp
     file = checkpoint.load_checkpoint(runs / "coupled-0" / "last.pt")
     student = pretrain.Explore(checkpoint.load_encoder(file), 96, 0.4).eval()
     student.load_state_dict(file["model"])
-    val = data.Folder(photos, "val")
-    views = data.TrainViews(val, 32, 0, 8, 0.4)
+    dataset = data.Folder(photos, "val")
+    views = data.TrainViews(dataset, 32, 0, 8, 0.4)
     batch = torch.utils.data.default_collate([views[0, i] for i in range(16)])
-    pixels = data.augment(batch)
-    pred = student(normalized(pixels), batch["mask"])
-    target = build_teacher(file["args"]["teacher"], 8)(pixels)[:, 1:]
-    target = target[~batch["mask"]].view(len(val), -1, 96)
+    images = data.augment(batch)
+    pred = student(normalized(images), batch["mask"])
+    target = build_teacher(file["args"]["teacher"], 8)(images)[:, 1:]
+    target = target[~batch["mask"]].view(len(dataset), -1, 96)
     loss = losses.token_loss(pred.tokens[:, 1:], target)
     weight = pred.routing[3].dispatch[:, 1:].detach().double()
     weight = weight / weight.mean(1, keepdim=True)
-    balance = -((weight[..., 0] - 1) * loss).mean() / weight.var(1, correction=0).sum(1).mean()
+    equilibrium = -((weight[..., 0] - 1) * loss).mean() / weight.var(1, correction=0).sum(1).mean()
     row = rows["coupled", 0]
     assert row["token_loss"] == pytest.approx(loss.mean().item(), rel=1e-3)
     assert row["variation"] == pytest.approx(losses.variation(weight)[0].item(), rel=1e-3)
-    assert row["balance"] == pytest.approx(balance.item(), rel=1e-3)
-    std, variation, at_balance = table.at_balance([row])
+    assert row["equilibrium_lambda"] == pytest.approx(equilibrium.item(), rel=1e-3)
+    std, variation, at_equilibrium = table.at_equilibrium([row])
     assert std == pytest.approx(row["std"] / 0.05)
     assert variation == row["variation"]
-    assert at_balance == pytest.approx(row["variation"] * row["balance"] / 0.05)
+    assert at_equilibrium == pytest.approx(row["variation"] * row["equilibrium_lambda"] / 0.05)
 
     runs.rename(tmp_path / "gone")      # rows of earlier calls stay
     assert table.main(table.parse_args(argv))["cifar"] == printed
