@@ -1,11 +1,12 @@
-"""Images: data sets, views, block masks, loaders, and what happens on the device.
+"""Images: data sets, views, block masks, loaders, and augmentation on the device.
 
-What is random about a training image is a function of (seed, epoch, index), the order of images
-one of (seed, epoch): the numbers of workers and processes change nothing. Workers decode, crop
-and resize, and send uint8.
+What is random about a training image is a function of (seed, epoch, index), and the order of the
+images of an epoch is one of (seed, epoch). So the numbers of loaders and processes change nothing.
+Loaders decode, crop and resize, and send uint8; the rest happens on the device.
 """
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -29,13 +30,16 @@ from model import IMAGENET_MEAN, IMAGENET_STD
 from shapes import Shapes
 
 BICUBIC = TF.InterpolationMode.BICUBIC
+ALTERNATIVES = ("; --data also takes cifar10, food101 and shapes, pretrain.py and routing.py take "
+                "any folder of images, and sh demo.sh needs none")
 
 
 # ------------------------------------------------------------------------------- images
 
 class ImageDataset(Protocol):
     """What a data set offers. Some also have `classes`, the names of their labels, and
-    `mask(index)`, an object's pixels, bool [H, W]."""
+    `mask(index)`, bool [H, W], True on the object.
+    """
 
     def __len__(self) -> int: ...
 
@@ -44,17 +48,19 @@ class ImageDataset(Protocol):
 
 
 def read_image(path: str | os.PathLike) -> Tensor:
-    """An image file as RGB, uint8 [3, H, W], upright by its EXIF orientation.
+    """Reads an image file as RGB, uint8 [3, H, W]: the pixels that Pillow gives.
 
-    Transparency becomes white.
+    An orientation in the file is applied, and transparency becomes white. Raises LocalError.
     """
-    with contextlib.suppress(Exception):      # a JPEG: Pillow's pixels, in less time
+    # A plain JPEG: torchvision gives the same pixels in less time. Anything else fails here.
+    with contextlib.suppress(Exception):
         jpeg = torchvision.io.read_file(str(path))
-        return torchvision.io.decode_jpeg(jpeg, torchvision.io.ImageReadMode.RGB,
-                                          apply_exif_orientation=True)
-    try:      # other formats, broken files, and JPEGs once torchvision has no decoder any more
+        if not has_xmp(jpeg.numpy()):
+            return torchvision.io.decode_jpeg(jpeg, torchvision.io.ImageReadMode.RGB,
+                                              apply_exif_orientation=True)
+    try:
         with Image.open(path) as picture:
-            if picture.mode[0] in "IF":      # 16 or 32 bits: Pillow would make white of them
+            if picture.mode[0] in "IF":      # 16 or 32 bits, of which Pillow would make white
                 raise ValueError(f"mode {picture.mode}, expected 8 bits a channel")
             picture = ImageOps.exif_transpose(picture)
             if picture.has_transparency_data:
@@ -62,24 +68,39 @@ def read_image(path: str | os.PathLike) -> Tensor:
                 picture = Image.alpha_composite(
                     Image.new("RGBA", picture.size, "white"), picture)
             return TF.pil_to_tensor(picture.convert("RGB"))
-    except Exception as error:      # a dozen kinds for broken files
+    except Exception as error:      # Pillow raises many kinds for broken files
         raise LocalError(f"cannot read the image {path} ({type(error).__name__}: {error})"
                          ) from error
 
 
+def has_xmp(jpeg: np.ndarray) -> bool:
+    """Whether a JPEG's bytes have an XMP segment, which may hold the orientation.
+
+    torchvision knows the one in EXIF alone, and only if no other segment of its kind is before it.
+    """
+    at = 2
+    while jpeg[at] == 0xFF and jpeg[at + 1] != 0xDA:      # segments before the pixels
+        if jpeg[at + 4:at + 27].tobytes() == b"http://ns.adobe.com/xap":
+            return True
+        at += 2 + int.from_bytes(jpeg[at + 2:at + 4].tobytes(), "big")
+    return False
+
+
 class Folder(DatasetFolder):
-    """ImageNet's ROOT/{train,val}/CLASS/*.jpg, with the classes of train/."""
+    """ImageNet's layout, ROOT/{train,val}/CLASS/*.jpg, with the classes of train/."""
 
     def __init__(self, root: str, split: str):
         folder = os.path.join(root, split)
+        expected = f"expected {folder}/CLASS/*.jpg, with a folder for each class"
+        if not os.path.isdir(folder):
+            missing = f"{folder}/ is not there" if os.path.isdir(root) else "no such folder"
+            raise UserError(f"--data {root}: {missing}; {expected}{ALTERNATIVES}")
         try:
             super().__init__(folder, read_image, IMG_EXTENSIONS, allow_empty=True)
-            if not self.samples:
-                raise FileNotFoundError(f"no image in {folder}")
         except OSError as error:
-            raise UserError(f"--data {root}: {error}; expected {{train,val}}/CLASS/*.jpg "
-                            "(pretrain.py and routing.py also take photos alone), or cifar10, "
-                            "food101, shapes (sh demo.sh needs no images)") from error
+            raise UserError(f"--data {root}: {error}; {expected}") from error
+        if not self.samples:
+            raise UserError(f"--data {root}: the class folders in {folder} hold no image")
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
         root = os.path.dirname(directory)
@@ -91,11 +112,17 @@ class Folder(DatasetFolder):
 
 
 class Photos(Dataset):
-    """An image file, or those of a folder without classes. Their label is 0."""
+    """Images without labels: one file, or all in a folder and in the folders inside it.
 
-    def __init__(self, path: Path):
-        paths = sorted(path.iterdir()) if path.is_dir() else [path]
-        self.paths = [path for path in paths if path.suffix.lower() in IMG_EXTENSIONS]
+    They are sorted as `Folder` sorts them. Hidden files and folders are left out. Their label
+    is 0.
+    """
+
+    def __init__(self, root: str):
+        self.paths = [root] if is_image(root) and os.path.isfile(root) else []
+        for folder, folders, files in os.walk(root, followlinks=True):
+            folders[:] = sorted(name for name in folders if name[0] != ".")      # visited next
+            self.paths += [os.path.join(folder, name) for name in sorted(files) if is_image(name)]
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -104,8 +131,13 @@ class Photos(Dataset):
         return read_image(self.paths[index]), 0
 
 
+def is_image(path: str) -> bool:
+    name = os.path.basename(path)
+    return name.lower().endswith(IMG_EXTENSIONS) and name[0] != "."
+
+
 def torchvision_set(name: str, split: str) -> CIFAR10 | Food101:
-    """CIFAR-10 or Food-101, downloaded by torchvision to data/."""
+    """CIFAR-10 or Food-101, which torchvision downloads to data/."""
     how = dict(transform=TF.pil_to_tensor, download=True)
     try:
         with lock(Path("data"), wait=True):      # one process at a time, of all machines
@@ -118,25 +150,65 @@ def torchvision_set(name: str, split: str) -> CIFAR10 | Food101:
 
 
 def open_images(data: str, split: str, image_size: int, labels: bool = True) -> ImageDataset:
-    """The set that `--data` names, of "train" or "val". Photos only where no labels are needed."""
+    """The set that `--data` names, of `split` "train" or "val". Raises UserError.
+
+    Without `labels`, any folder of images will do. Its train/ or val/ counts, if there is one.
+    """
     if data in ("shapes", "shapes-noise"):
         return Shapes(split, image_size, noise=data == "shapes-noise")
     if data in ("cifar10", "food101"):
         return torchvision_set(data, split)
-    path = Path(data, split) if Path(data, split).is_dir() else Path(data)
-    entries = path.iterdir() if path.is_dir() else ()
-    folders = [entry for entry in entries if entry.is_dir() and entry.name[0] != "."]
-    photos = path.exists() and not folders and not labels
-    return Photos(path) if photos and len(Photos(path)) else Folder(data, split)
+    if labels:
+        return Folder(data, split)
+    if not os.path.exists(data):
+        raise UserError(f"--data {data}: no such file or folder; expected images{ALTERNATIVES}")
+    folder = os.path.join(data, split)
+    photos = Photos(folder if os.path.isdir(folder) else data)
+    if not photos:
+        raise UserError(f"--data {data}: no image is there, nor in the folders inside; files have "
+                        f"to end in {', '.join(IMG_EXTENSIONS)}")
+    return photos
+
+
+def has_labels(data: str) -> bool:
+    """Whether `--data` has labels for training and validation, as k-NN and probes need them."""
+    try:
+        return all(open_images(data, split, image_size=32) for split in ("train", "val"))
+    except UserError:
+        return False
+
+
+def first_readable(dataset: ImageDataset, index: int) -> tuple[int, Tensor, int]:
+    """The image at `index` or, if it cannot be read, the next one -> (index, image, label)
+
+    So one broken file does not end a run of days. Raises LocalError after 50 in a row, as timm
+    does: then it is not the files that are broken.
+    """
+    for _ in range(50):
+        try:
+            image, label = dataset[index]
+            return index, image, label
+        except LocalError as error:
+            print_once(f"{error}: the next image takes its place")
+            index = (index + 1) % len(dataset)
+            last = error
+    raise LocalError(f"50 images in a row cannot be read; the last one: {last}")
+
+
+@functools.cache
+def print_once(line: str):
+    """Prints a line to the standard error, once in a process."""
+    print(line, file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------- views of one image
 
 def random_crop(rng: np.random.Generator, height: int, width: int, scale: tuple[float, float],
                 ratio: tuple[float, float] = (3 / 4, 4 / 3)) -> tuple[int, int, int, int]:
-    """As RandomResizedCrop: a random share of the area, an aspect in `ratio`.
+    """Draws a crop as torchvision's RandomResizedCrop does -> top, left, height, width
 
-    -> top, left, height, width
+    Its share of the area is uniform in `scale`, and its aspect, width over height, is log-uniform
+    in `ratio`.
     """
     for _ in range(10):
         area = height * width * rng.uniform(*scale)
@@ -146,7 +218,8 @@ def random_crop(rng: np.random.Generator, height: int, width: int, scale: tuple[
         if 0 < h <= height and 0 < w <= width:
             top = int(rng.integers(height - h + 1))
             return top, int(rng.integers(width - w + 1)), h, w
-    h = max(1, min(height, round(width / ratio[0])))      # the middle of a very long image
+    # no crop fits into a very long image: its middle
+    h = max(1, min(height, round(width / ratio[0])))
     w = max(1, min(width, round(height * ratio[1])))
     return (height - h) // 2, (width - w) // 2, h, w
 
@@ -158,10 +231,10 @@ def center_view(image: Tensor, size: int) -> Tensor:
 
 
 def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
-    """BEiT's block masking: bool [grid * grid], True for int(ratio * grid * grid) masked ones.
+    """BEiT's block masking: bool [grid * grid], True for int(ratio * grid * grid) masked patches.
 
-    Blocks have at least 16 patches of a 14 x 14 grid (in proportion on smaller ones) and an
-    aspect in 0.3 to 1/0.3. Where no more blocks fit, single patches fill up.
+    Blocks have at least 16 patches of a 14 x 14 grid, in proportion on smaller ones, and their
+    aspect is log-uniform in 0.3 to 1/0.3. Where no more blocks fit, single patches fill up.
     """
     missing = int(ratio * grid ** 2)
     smallest = max(1, round(16 * min(1, grid ** 2 / 14 ** 2)))
@@ -169,7 +242,7 @@ def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
     failures = 0
     numbers = []
     while missing and failures < 10:
-        numbers = numbers or rng.random((32, 4)).tolist()      # in one call: faster
+        numbers = numbers or rng.random((32, 4)).tolist()      # one call takes less time than 32
         area, aspect, y, x = numbers.pop()
         area = smallest + area * max(0, missing - smallest)
         aspect = 0.3 ** (2 * aspect - 1)
@@ -206,7 +279,8 @@ class CenterViews(Dataset):
 
 class TrainViews(CenterViews):
     """Training views, indexed by (epoch, index): a dict of image uint8 [3, S, S], label, flip
-    bool, jitter [3] and, with a `mask_ratio`, mask bool [N]."""
+    bool, jitter [3] and, with a `mask_ratio`, mask bool [N]. `augment` applies flip and jitter.
+    """
     scale = (0.2, 1.0)      # of the image's area
 
     def __init__(self, images: ImageDataset, image_size: int, seed: int, grid: int = 0,
@@ -215,7 +289,8 @@ class TrainViews(CenterViews):
         self.seed, self.grid, self.mask_ratio = seed, grid, mask_ratio
 
     def __getitem__(self, key: tuple[int, int]) -> dict:
-        return self.view(np.random.default_rng((self.seed, *key)), *self.dataset[key[1]])
+        _, image, label = first_readable(self.dataset, key[1])
+        return self.view(np.random.default_rng((self.seed, *key)), image, label)
 
     def view(self, rng: np.random.Generator, image: Tensor, label: int) -> dict:
         crop = random_crop(rng, *image.shape[-2:], self.scale)
@@ -249,21 +324,24 @@ def train_order(images: int, batch_size: int, micro_batch: int, seed: int, first
 
 def load(views: Dataset, order, machine: Machine):
     """Yields `order`'s batches of `views` on the machine's device."""
-    fork = "fork" if machine.workers and sys.platform == "linux" else None      # at once ready
+    # a forked process need not import anything again; other systems cannot fork safely
+    fork = "fork" if machine.workers and sys.platform == "linux" else None
+    # the loader draws a seed when it starts: from a generator of its own, because drawing from the
+    # global one would change the drop path of the step
     loader = DataLoader(
         views, batch_sampler=order, num_workers=machine.workers, worker_init_fn=ignore_signals,
         multiprocessing_context=fork, pin_memory=machine.device.type == "cuda",
-        generator=torch.Generator())      # not the global one, which belongs to the step
+        generator=torch.Generator())
     try:
         for batch in loader:
             yield {name: value.to(machine.device, non_blocking=True)
                    for name, value in batch.items()}
-    except LocalError as error:      # a loader process puts its traceback before the message
+    except LocalError as error:      # the message of a loader's error begins with its traceback
         raise LocalError(str(error).split("LocalError: ")[-1].strip()) from None
 
 
 def eval_batches(views: Dataset, batch_size: int, machine: Machine, what: str = "val"):
-    """This process's batches of `views`, in order: every w-th of w processes."""
+    """Yields this process's batches of `views`, in order: every w-th batch of w processes."""
     batches = torch.arange(len(views)).split(batch_size)[machine.rank::machine.world]
     order = tqdm([batch.tolist() for batch in batches], what, leave=False,
                  disable=machine.rank > 0)
@@ -271,7 +349,10 @@ def eval_batches(views: Dataset, batch_size: int, machine: Machine, what: str = 
 
 
 def ignore_signals(worker: int):
-    """Schedulers signal every process; workers ignore it so that the step can finish."""
+    """Makes a loader ignore the signals that schedulers send to all processes of a run.
+
+    The training process needs its loaders to finish the step.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -279,10 +360,10 @@ def ignore_signals(worker: int):
 # --------------------------------------------------------------- on the training device
 
 def augment(batch: dict) -> Tensor:
-    """Flips images and jitters brightness, contrast and saturation, by what was drawn for each.
+    """Flips images and changes brightness, contrast and saturation, by what was drawn for each.
 
-    A batch of TrainViews: image uint8 [B, 3, S, S], flip [B], jitter [B, 3] -> images
-    [B, 3, S, S] in [0, 1]
+    batch of TrainViews: image uint8 [B, 3, S, S], flip [B], jitter [B, 3] -> images [B, 3, S, S]
+    in [0, 1]
     """
     images = batch["image"] / 255
     images = torch.where(batch["flip"][:, None, None, None], images.flip(-1), images)
@@ -302,7 +383,8 @@ def gray(images: Tensor) -> Tensor:
 
 def normalize(images: Tensor) -> Tensor:
     """Images [..., 3, H, W] in [0, 1] -> the student's input, in ImageNet's mean and standard
-    deviation. Numbers, not tensors, for a copy to the device would make the host wait.
+    deviation.
     """
+    # numbers instead of tensors, because copying those to a GPU would make the host wait
     channels = zip(images.unbind(-3), IMAGENET_MEAN, IMAGENET_STD)
     return torch.stack([(x - mean) / std for x, mean, std in channels], dim=-3)

@@ -272,10 +272,9 @@ def main(args):
             scale = torch.stack([router.scale.detach() for router in routers])
             run.log.add({"scale": scale} | entropy.update())
         warn_of_collapse(run.end_step(step))                    # log line, checkpoint, signal
-    labeled = not isinstance(dataset, data.Photos)
-    script, which = ("knn.py", "epoch_*.pt") if labeled else ("routing.py", "last.pt")
-    run.report(f"next: python {script} {shlex.quote(args.out)}/{which} "
-               f"--data {shlex.quote(args.data)}")
+    out = shlex.quote(args.out)
+    what = f"knn.py {out}/epoch_*.pt" if data.has_labels(args.data) else f"routing.py {out}/last.pt"
+    run.report(f"next: python {what} --data {shlex.quote(args.data)} && python plot.py {out}")
 
 
 def warn_of_collapse(line: dict):

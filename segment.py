@@ -7,7 +7,7 @@
 """
 
 import math
-from pathlib import Path
+import os
 
 import numpy as np
 import torch
@@ -63,16 +63,18 @@ def parse_args(argv: list[str] | None = None):
 class Scenes(data.Photos):
     """ADE20K's layout: ROOT/images/SPLIT/NAME.jpg and ROOT/annotations/SPLIT/NAME.png.
 
-    `annotation(index)` is uint8 [H, W], a class for each pixel from 1, 0 is ignored.
+    `annotation(index)` is uint8 [H, W]: a class for each pixel, from 1 on; 0 is ignored.
     """
 
     def __init__(self, root: str, split: str):
-        super().__init__(Path(root, "images", split))
-        self.annotations = [Path(root, "annotations", split, f"{path.stem}.png")
-                            for path in self.paths]
+        images = os.path.join(root, "images", split)
+        super().__init__(images)
+        names = [os.path.splitext(os.path.relpath(path, images))[0] for path in self.paths]
+        self.annotations = [os.path.join(root, "annotations", split, f"{name}.png")
+                            for name in names]
         if not self.paths:
             raise common.UserError(
-                f"--data {root}: no image in {root}/images/{split}; expected ADE20K's layout, "
+                f"--data {root}: no image in {images}; expected ADE20K's layout, "
                 f"images/{split}/*.jpg and annotations/{split}/*.png")
 
     def annotation(self, index: int) -> Tensor:
@@ -87,8 +89,9 @@ class Scenes(data.Photos):
 
 
 class EvalScenes(Dataset):
-    """Evaluation views of `scenes`, with classes 1 to `classes`, 0 ignored: a dict of image
-    uint8 [3, h, w], its shorter side at `crop`, and annotation uint8 [H, W]."""
+    """Evaluation views of scenes with classes 1 to `classes`, 0 ignored: a dict of image uint8
+    [3, h, w], whose shorter side is `crop`, and annotation uint8 [H, W].
+    """
 
     def __init__(self, dataset, crop: int, classes: int):
         self.dataset, self.crop, self.classes = dataset, crop, classes
@@ -96,9 +99,8 @@ class EvalScenes(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def scene(self, index: int) -> tuple[Tensor, Tensor]:
-        """-> image uint8 [3, H, W], annotation uint8 [H, W]"""
-        image, _ = self.dataset[index]
+    def annotation(self, index: int, image: Tensor) -> Tensor:
+        """The annotation uint8 [H, W] of an image [3, H, W]. Raises LocalError."""
         annotation = self.dataset.annotation(index)
         if annotation.shape != image.shape[1:] or annotation.max() > self.classes:
             name = getattr(self.dataset, "annotations", range(len(self)))[index]
@@ -106,10 +108,11 @@ class EvalScenes(Dataset):
                 f"the annotation {name} has shape {tuple(annotation.shape)}, its image "
                 f"{tuple(image.shape[1:])}; its classes end at {annotation.max()}, --classes "
                 f"is {self.classes}")
-        return image, annotation
+        return annotation
 
     def __getitem__(self, index: int) -> dict:
-        image, annotation = self.scene(index)
+        image, _ = self.dataset[index]
+        annotation = self.annotation(index, image)
         image = TF.resize(image, self.crop, interpolation=data.BICUBIC, antialias=True)
         return dict(image=image, annotation=annotation)
 
@@ -121,13 +124,14 @@ class TrainScenes(EvalScenes):
     Augmented as by mmsegmentation: random scale 0.5 to 2, crop, flip, photometric distortion.
     """
 
-    def __init__(self, scenes, crop: int, classes: int, seed: int):
-        super().__init__(scenes, crop, classes)
+    def __init__(self, dataset, crop: int, classes: int, seed: int):
+        super().__init__(dataset, crop, classes)
         self.seed = seed
 
     def __getitem__(self, key: tuple[int, int]) -> dict:
         rng = np.random.default_rng((self.seed, *key))
-        image, annotation = self.scene(key[1])
+        index, image, _ = data.first_readable(self.dataset, key[1])
+        annotation = self.annotation(index, image)
         short = max(1, round(self.crop * rng.uniform(0.5, 2)))
         image = TF.resize(image, short, antialias=True)
         annotation = TF.resize(annotation[None], image.shape[1:],
@@ -255,23 +259,27 @@ class Segmenter(nn.Module):
 # --------------------------------------------------------------------------- evaluation
 
 def sliding_window(model, images: Tensor, crop: int, stride: int) -> Tensor:
-    """The mean logits of all windows over each pixel: [1, 3, H, W] -> [1, C, H, W].
+    """The mean logits of all windows over each pixel: [1, 3, H, W] -> [1, C, H, W]
 
-    H and W are at least `crop`. model: [K, 3, crop, crop] -> logits [K, C, crop, crop]. The last
-    window of a row or column ends at the edge.
+    H and W are at least `crop`. The last window of a row or column ends at the edge of the image.
+    model: [K, 3, crop, crop] -> logits [K, C, crop, crop]. K is at most 16, so that a panorama
+    takes no more memory than another image.
     """
     _, _, height, width = images.shape
     rows, columns = ([min(i * stride, size - crop)
                       for i in range(math.ceil((size - crop) / stride) + 1)]
                      for size in (height, width))
     corners = [(y, x) for y in rows for x in columns]
-    crops = [images[:, :, y:y + crop, x:x + crop] for y, x in corners]
-    windows = model(torch.cat(crops)).float()
-    total = windows.new_zeros(1, windows.shape[1], height, width)
-    count = windows.new_zeros(1, 1, height, width)
-    for (y, x), window in zip(corners, windows):
-        total[:, :, y:y + crop, x:x + crop] += window
-        count[:, :, y:y + crop, x:x + crop] += 1
+    count = images.new_zeros(1, 1, height, width)
+    for start in range(0, len(corners), 16):
+        part = corners[start:start + 16]
+        crops = [images[:, :, y:y + crop, x:x + crop] for y, x in part]
+        windows = model(torch.cat(crops)).float()
+        if start == 0:
+            total = windows.new_zeros(1, windows.shape[1], height, width)
+        for (y, x), window in zip(part, windows):
+            total[:, :, y:y + crop, x:x + crop] += window
+            count[:, :, y:y + crop, x:x + crop] += 1
     return total / count
 
 

@@ -1239,6 +1239,15 @@ def test_block_masks_have_exact_counts_and_reach_every_patch(grid, ratio):
         assert abs(share - flipped).max() < 0.25
 
 
+def test_blocks_are_as_often_wide_as_high():
+    """Their aspect is log-uniform: pairs of masked neighbors lie across as often as along."""
+    rng = np.random.default_rng(0)
+    masks = np.array([data.block_mask(rng, 14, 0.2) for _ in range(3000)]).reshape(-1, 14, 14)
+    across = (masks[:, :, 1:] & masks[:, :, :-1]).sum(dtype=float)
+    along = (masks[:, 1:] & masks[:, :-1]).sum(dtype=float)
+    assert across / along == pytest.approx(1, abs=0.015)
+
+
 PICTURE = np.stack([np.mgrid[0:64, 0:80][0] * 3, np.mgrid[0:64, 0:80][1] * 3,
                     np.mgrid[0:64, 0:80].sum(0)], -1).astype(np.uint8)
 
@@ -1282,27 +1291,107 @@ def test_jpegs_are_read_without_pillow_and_have_its_pixels(tmp_path, monkeypatch
         assert torch.equal(data.read_image(tmp_path / name), pixels), name
 
 
-def test_photos_without_classes_serve_where_no_labels_are_needed(tmp_path):
-    (tmp_path / "val" / ".hidden").mkdir(parents=True)
-    for name in ("b.png", "a.jpg", "notes.txt"):
-        Image.fromarray(PICTURE).save(tmp_path / "val" / name, format="PNG")
+@pytest.mark.parametrize("before", (b"", b"exif"))
+def test_an_orientation_in_xmp_or_behind_it_is_applied(tmp_path, before):
+    def segment_of(content):
+        return b"\xff\xe1" + (len(content) + 2).to_bytes(2, "big") + content
+    exif = Image.Exif()
+    if before:      # the orientation is in EXIF, behind XMP, which has none
+        exif[0x0112] = 6
+    tag = b"" if before else b' tiff:Orientation="6"'
+    xmp = (b"http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:x='adobe:ns:meta/'>"
+           b"<rdf:RDF xmlns:rdf='http://www.w3.org/1999/02/22-rdf-syntax-ns#'><rdf:Description "
+           b"xmlns:tiff='http://ns.adobe.com/tiff/1.0/'" + tag + b"/></rdf:RDF></x:xmpmeta>")
+    path = tmp_path / "x.jpg"
+    Image.fromarray(PICTURE).save(path, exif=exif)
+    jpeg = path.read_bytes()
+    path.write_bytes(jpeg[:2] + segment_of(xmp) + jpeg[2:])
+    upright = ImageOps.exif_transpose(Image.open(path))
+    assert upright.size == (64, 80)
+    assert torch.equal(data.read_image(path), TF.pil_to_tensor(upright))
+
+
+def test_without_labels_all_images_below_a_folder_count_in_the_order_of_classes(tmp_path):
+    names = ["a/1.jpg", "a/2.JPG", "a/deep/er/0.png", "a-b/0.jpg", "b.png"]
+    for name in (*names, "notes.txt", ".hidden/0.jpg", "a/.0.jpg"):
+        path = tmp_path / "val" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(PICTURE).save(path, format="PNG")
     images = data.open_images(str(tmp_path), "val", 32, labels=False)
-    assert [path.name for path in images.paths] == ["a.jpg", "b.png"] and images[1][1] == 0
-    one = data.open_images(str(tmp_path / "val" / "a.jpg"), "train", 32, labels=False)
-    assert [path.name for path in one.paths] == ["a.jpg"]
-    with pytest.raises(common.UserError, match="no image|find any class"):
-        data.open_images(str(tmp_path / "val"), "val", 32)
+    found = [os.path.relpath(path, tmp_path / "val") for path in images.paths]
+    assert found == ["b.png", "a/1.jpg", "a/2.JPG", "a/deep/er/0.png", "a-b/0.jpg"]
+    assert images[1][1] == 0
+    for name in ("b.png", "a/.0.jpg"):      # as torchvision orders the rest, which has classes
+        (tmp_path / "val" / name).unlink()
+    shutil.rmtree(tmp_path / "val" / ".hidden")
+    classes = torchvision.datasets.DatasetFolder(tmp_path / "val", str, data.IMG_EXTENSIONS)
+    assert [path for path, _ in classes.samples] == data.Photos(str(tmp_path / "val")).paths
+    one = data.open_images(str(tmp_path / "val/a/1.jpg"), "train", 32, labels=False)
+    assert one.paths == [str(tmp_path / "val/a/1.jpg")]
+    everything = data.open_images(str(tmp_path), "train", 32, labels=False)      # no train/
+    assert len(everything) == 4
 
 
-def test_an_image_that_cannot_be_read_is_named_and_loaders_leave(stage, photos, tmp_path):
-    shutil.copytree(Path(photos, "train", "class_0"), tmp_path / "train" / "ant")
-    path = tmp_path / "train" / "ant" / "3.jpg"
+def break_image(path):
     path.write_bytes(path.read_bytes()[:-40])
+    return path
+
+
+def test_a_broken_image_is_named_and_the_next_one_takes_its_place(photos, tmp_path, capsys):
+    shutil.copytree(photos, tmp_path / "copy")
+    folder = tmp_path / "copy" / "train"
+    views = [data.TrainViews(data.Photos(str(folder)), 32, 7, 4, 0.4)]
+    for index in (6, 7, 31):      # two in a row, and the last of all
+        path = break_image(folder / f"class_{index // 8}" / f"{index % 8}.jpg")
+        views.append(data.TrainViews(data.Photos(str(folder)), 32, 7, 4, 0.4))
+    whole, broken = views[0], views[-1]
+    for epoch in (0, 1):
+        assert torch.equal(broken[epoch, 5]["image"], whole[epoch, 5]["image"])
+        for index in (6, 31):
+            assert broken[epoch, index]["image"].shape == (3, 32, 32)
+    _, image, _ = data.first_readable(broken.dataset, 6)
+    assert torch.equal(image, broken.dataset[8][0])
+    _, image, _ = data.first_readable(broken.dataset, 31)
+    assert torch.equal(image, broken.dataset[0][0])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and len(set(lines)) == 3      # each is named once
+    assert lines[-1].startswith(f"cannot read the image {path} (")
+    assert lines[-1].endswith("): the next image takes its place")
+    with pytest.raises(common.LocalError, match="cannot read the image"):
+        data.CenterViews(broken.dataset, 32)[6]      # a score is of all images
+
+
+@pytest.mark.parametrize("name", ("pretrain", "finetune", "segment"))
+def test_a_run_outlives_broken_images(stage, photos, scenes, tmp_path, capsys, name):
+    source, folder = (scenes, "images/training") if name == "segment" else (photos, "train/class_1")
+    shutil.copytree(source, tmp_path / "copy")
+    path = break_image(tmp_path / "copy" / folder / "3.jpg")
+    play(name, stage(name, "--data", str(tmp_path / "copy")))
+    assert capsys.readouterr().err.count(f"cannot read the image {path} (") == 1
+
+
+def test_fifty_broken_images_in_a_row_stop_a_run_and_loaders_leave(stage, tmp_path):
+    for i in range(50):
+        (tmp_path / f"{i:02d}.jpg").write_text("no image")
     argv = stage("pretrain", "--workers 2", "--data", str(tmp_path))
     process = start(HERE / "pretrain.py", *argv)
     _, error = finish(process)
     assert process.returncode == 2 and "Traceback" not in error
-    assert f"pretrain.py: error: cannot read the image {path} (" in error
+    said = "pretrain.py: error: 50 images in a row cannot be read; the last one: cannot read the"
+    assert said in error
+    images = data.Photos(str(tmp_path))
+    Image.new("RGB", (8, 8)).save(tmp_path / "49.jpg")
+    assert data.first_readable(images, 0)[0] == 49
+
+
+def test_a_broken_image_ends_an_evaluation_and_loaders_leave(stage, photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "copy")
+    path = break_image(tmp_path / "copy" / "val" / "class_1" / "3.jpg")
+    argv = stage("knn", "--workers 2", "--data", str(tmp_path / "copy"))
+    process = start(HERE / "knn.py", *argv)
+    _, error = finish(process)
+    assert process.returncode == 2 and "Traceback" not in error
+    assert f"knn.py: error: cannot read the image {path} (" in error
 
 
 def test_classes_are_those_of_train(tmp_path):
@@ -1314,14 +1403,32 @@ def test_classes_are_those_of_train(tmp_path):
 
 
 def test_folders_that_do_not_fit_are_named(capsys, stage, tmp_path):
-    argv = stage("finetune", "", "--data", str(tmp_path))
-    (tmp_path / "train" / "ant").mkdir(parents=True)
-    assert f"no image in {tmp_path / 'train'}" in refusal(capsys, "finetune", *argv)
+    folder = tmp_path / "data"
+    argv = {name: stage(name, "", "--data", str(folder)) for name in ("pretrain", "finetune")}
+
+    def said(name):
+        return refusal(capsys, name, *argv[name])
+    assert f"--data {folder}: no such folder; expected {folder}/train/CLASS/*" in said("finetune")
+    assert "and sh demo.sh needs none" in said("finetune")
+    assert f"--data {folder}: no such file or folder; expected images" in said("pretrain")
+    (folder / "photos").mkdir(parents=True)
+    assert f"--data {folder}: {folder}/train/ is not there; expected " in said("finetune")
+    assert f"--data {folder}: no image is there, nor in the folders inside" in said("pretrain")
+    (folder / "train").mkdir()
+    assert f"class folder in {folder}/train" in said("finetune")
+    (folder / "train" / "ant").mkdir()
+    assert f"the class folders in {folder}/train hold no image" in said("finetune")
     for name in ("train/ant", "val/wasp"):
-        (tmp_path / name).mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8)).save(tmp_path / name / "x.png")
-    error = refusal(capsys, "finetune", *argv)
-    assert f"class 'wasp' of {tmp_path / 'val'} is not among those of train/" in error
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(folder / name / "x.png")
+    error = f"class 'wasp' of {folder / 'val'} is not among those of train/"
+    assert error in said("finetune")
+
+
+def test_labels_are_there_if_both_sets_have_them(photos, tmp_path):
+    assert data.has_labels("shapes") and data.has_labels(photos)
+    assert not data.has_labels(str(Path(photos, "train")))
+    assert not data.has_labels(str(tmp_path))
 
 
 @pytest.mark.parametrize("name, kind, split, expected", (
@@ -1378,6 +1485,20 @@ def test_crops_are_drawn_as_random_resized_crop_draws_them():
     aspect = w / h
     assert 0.19 < share.min() < 0.22 and 0.95 < share.max() <= 1
     assert 0.74 < aspect.min() < 0.77 and 1.3 < aspect.max() < 1.35
+
+
+def test_the_area_of_crops_is_uniform_and_their_aspect_log_uniform():
+    rng = np.random.default_rng(0)
+    crops = [data.random_crop(rng, 1000, 1000, (0.2, 0.5), (0.5, 2)) for _ in range(20000)]
+    _, _, h, w = np.array(crops).T
+    area = h * w / 1e6
+    aspect = np.log(w / h)
+    for values, low, high in ((area, 0.2, 0.5), (aspect, -math.log(2), math.log(2))):
+        quantiles = np.quantile((values - low) / (high - low), (0.1, 0.25, 0.5, 0.75, 0.9))
+        assert quantiles == pytest.approx([0.1, 0.25, 0.5, 0.75, 0.9], abs=0.02)
+    top, left = (np.array(crops)[:, :2] / (1000 - np.stack([h, w], 1))).T
+    assert np.quantile(top, 0.5) == pytest.approx(0.5, abs=0.02)
+    assert np.quantile(left, 0.5) == pytest.approx(0.5, abs=0.02)
 
 
 @pytest.mark.parametrize("height, width", ((1, 1), (20000, 10), (1, 500)))
@@ -2501,7 +2622,7 @@ def test_the_first_lines_say_what_runs_and_the_last_where_its_result_is(stage, t
                     "0 to 3 of 8, 4 an epoch; 1 x cpu in float32")
     assert where == f"{out}: a new run"
     speed = r"step 3 of 8; \d+ images/s, \d+% of the time waiting for them"
-    follows = r"next: python knn.py .*/epoch_\*.pt --d.*"
+    follows = r"next: python knn.py .*/epoch_\*.pt --d.* && python plot.py .*"
     assert re.fullmatch(rf"{re.escape(str(out))}: {speed}; {follows}", last)
     first = (out / "epoch_0000.pt").read_bytes()
     train(stage("pretrain", "--max-steps 2"))      # less than it has done
@@ -2516,7 +2637,16 @@ def test_the_next_command_can_be_pasted_for_photos_without_labels_too(
     folder = str(shutil.copytree(Path(photos, "train", "class_0"), tmp_path / "my photos"))
     train(stage("pretrain", "--max-steps 1", "--data", folder))
     command = shlex.split(capsys.readouterr().out.rsplit("next: ", 1)[1])
-    assert command == ["python", "routing.py", f"{tmp_path}/run/last.pt", "--data", folder]
+    run = f"{tmp_path}/run"
+    assert command == ["python", "routing.py", f"{run}/last.pt", "--data", folder,
+                       "&&", "python", "plot.py", run]
+
+
+def test_the_next_command_is_for_photos_where_validation_has_no_labels(
+        stage, photos, tmp_path, capsys):
+    shutil.copytree(Path(photos, "train"), tmp_path / "data" / "train")
+    train(stage("pretrain", "--max-steps 1", "--data", str(tmp_path / "data")))
+    assert "next: python routing.py " in capsys.readouterr().out
 
 
 def test_the_log_says_what_share_of_the_time_went_into_waiting_for_the_loader(stage, monkeypatch):
@@ -2955,6 +3085,19 @@ def test_sliding_windows_of_a_pointwise_model_are_the_whole_image():
     weight = torch.randn(5, 3, 1, 1)
     windows = segment.sliding_window(lambda x: F.conv2d(x, weight), images, 12, 8)
     assert torch.allclose(windows, F.conv2d(images, weight), atol=1e-5)
+
+
+def test_no_more_than_16_windows_are_in_one_batch():
+    images = torch.randn(1, 3, 12, 200)      # 25 windows
+    sizes = []
+
+    def model(x):
+        sizes.append(len(x))
+        return x * len(sizes)      # what a window gets depends on its batch
+    mean = segment.sliding_window(model, images, 12, 8)
+    assert sizes == [16, 9]
+    assert torch.equal(mean[..., :128], images[..., :128])
+    assert torch.allclose(mean[..., 132:], 2 * images[..., 132:])
 
 
 def test_scores_of_a_hand_counted_case():
