@@ -295,10 +295,15 @@ def report(numbers: dict):
 def name_models(paths: list[str]) -> list[str]:
     """Titles such as "demo/epoch 4", or "epoch 4" if all of several files are in one folder."""
     files = [Path(path).resolve() for path in paths]
-    titles = [re.sub(r"^epoch_0*(?=\d)", "epoch ", file.stem) for file in files]
-    if len(files) > 1 and len({file.parent for file in files}) == 1:
-        return titles
-    return [f"{file.parent.name}/{title}" for file, title in zip(files, titles)]
+    one_folder = len(files) > 1 and len({file.parent for file in files}) == 1
+    titles = []
+    for file in files:
+        title = re.sub(r"^epoch_0*(?=\d)", "epoch ", file.stem)
+        folder = file.parent.name
+        if len(folder) > 26:      # two lines in the margin of heatmaps.png
+            folder = f"{folder[:10]}...{folder[-13:]}"
+        titles.append(title if one_folder else f"{folder}/{title}")
+    return titles
 
 
 def colored(values: Tensor, low: float, high: float) -> Tensor:
@@ -325,8 +330,8 @@ def heatmaps(images: Tensor, models: list[tuple[str, Tensor]]) -> Image.Image:
         for expert, weight in enumerate(weights.unbind(2)):
             maps = colored(weight.unflatten(1, (side, side)), low, high)
             rows.append(0.65 * F.interpolate(maps, TILE) + 0.35 * rgb_to_grayscale(images))
-            lines = textwrap.wrap(title.replace("/", " "), 13, max_lines=3, placeholder="...")
-            labels.append(row_label([*lines, f"expert {expert}"], low, high))
+            name = [line for part in title.split("/") for line in textwrap.wrap(part, 13)]
+            labels.append(row_label([*name, f"expert {expert}"], low, high))
     tiles = make_grid(torch.cat(rows), nrow=len(images), padding=GAP, pad_value=1.0)
     canvas = Image.new("RGB", (MARGIN + tiles.shape[2], tiles.shape[1]), "white")
     canvas.paste(to_pil_image(tiles), (MARGIN, 0))

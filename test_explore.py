@@ -3436,6 +3436,8 @@ def test_titles_name_the_epoch_and_the_folder_where_it_tells_files_apart():
                                ) == ["epoch 0", "epoch 100", "best"]
     assert routing.name_models(["runs/a/epoch_0300.pt", "runs/b/epoch_0300.pt"]) == [
         "a/epoch 300", "b/epoch 300"]
+    assert routing.name_models([f"runs/{'name' * 8}_seed=4/last.pt"]) == [
+        "namenamena...mename_seed=4/last"]
 
 
 def test_more_than_two_checkpoints_have_a_line_each_and_at_most_three_plots_in_a_row(
