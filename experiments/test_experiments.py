@@ -1,5 +1,6 @@
 """The tests of experiments/: its commands, tables and figures at toy size."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -61,12 +62,13 @@ def test_memory_prints_a_row_for_each_number_of_experts(capsys):
     assert rows[2][2] == pytest.approx(16e6 * rows[2][1] / 2 ** 30, abs=0.06)
 
 
-@pytest.mark.parametrize("flag, code", (("--help", 0), ("--modle", 2)))
-def test_memory_prints_help_or_an_error_and_no_table(flag, code, capsys):
+@pytest.mark.parametrize("flag, code, expected", (
+    ("--help", 0, memory.__doc__.splitlines()[0]), ("--modle", 2, "--modle")))
+def test_memory_prints_its_help_or_an_error_and_no_table(flag, code, expected, capsys):
     with pytest.raises(SystemExit) as stop:
         memory.main(memory.parse_args([flag]))
     printed = "".join(capsys.readouterr())
-    assert stop.value.code == code and "usage: " in printed and "|---" not in printed
+    assert stop.value.code == code and expected in printed and "|---" not in printed
 
 
 @pytest.fixture
@@ -181,27 +183,69 @@ def test_differences_are_to_the_row_that_is_asked_for():
     assert "| 6.0 (+5.00) |" in table.results(rows, "none")
 
 
-@pytest.mark.parametrize("name", ("noise", "shapes", "cifar"))
+@pytest.mark.parametrize("name", ("noise", "shapes", "cifar", "lambda"))
 def test_the_tables_are_those_of_the_json_files(name):
-    results = table.results(json.loads((HERE / f"{name}.json").read_text()))
-    assert table.fill(README, name, results) == README, f"run table.py {name}"
+    sets = {each: json.loads((HERE / f"{each}.json").read_text())
+            for each in ("noise", "shapes", "cifar")}
+    text = table.lambda_table(sets) if name == "lambda" else table.results(sets[name])
+    assert table.fill(README, name, text) == README, "run table.py noise shapes cifar"
 
 
-def test_the_readmes_commands_are_ones_that_the_scripts_take(experiments):
-    assert len(README.splitlines()) <= 330
-    rows = re.findall(r"^\| .* \| (.*) \| (`\w+\.py .*`) \|$", README, re.MULTILINE)
-    assert len(rows) >= 35
-    for figures, cell in rows:
-        commands = []
-        for command in re.findall("`(.*?)`", cell):
-            braces = [each.split(",") for each in re.findall("{(.*?)}", command)]
-            blank = re.sub("{.*?}", "{}", command)
-            commands += [blank.format(*values) for values in zip(*braces, strict=True)] or [command]
-        assert len(figures.split("; ")) % len(commands) == 0, cell
-        for script, *argv in map(str.split, commands):
-            __import__(script.removesuffix(".py")).parse_args(argv)
-    for flags in ("--entropy-weight 0.5", "--entropy-weight 0.5 --detach"):
-        assert pretrain.parse_args(flags.split()).out + "/last.pt" in README
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """[(script, argv)] of each command that the README prints, as bash reads them"""
+    folder = tmp_path_factory.mktemp("printed")
+    environment = stand_in(folder, "torchrun", f'printf "%s\\n" "$@" "" >> "{folder}/log"')
+    stand_in(folder, "python", 'exec torchrun --nproc_per_node 1 "$@"')
+    fences = re.findall(r"```sh\n(torchrun .*?)```", README, re.DOTALL)
+    (folder / "commands").write_text("\n".join(
+        [*re.findall(r"`((?:torchrun|python) [^`]*\.py[^`]*)`", README), *fences]))
+    logs = []
+    for shell in ("bash", "sh"):
+        (folder / "log").write_text("")
+        subprocess.run([shell, "commands"], cwd=folder, check=True, env=environment)
+        logs.append((folder / "log").read_text())
+    assert logs[0] == logs[1], "bash and sh read a command differently"
+    calls = [call.split("\n") for call in logs[0].strip().split("\n\n")]
+    return [(call[2].removesuffix(".py"), call[3:]) for call in calls]
+
+
+def test_each_row_has_one_command_that_its_script_takes(printed):
+    rows = re.findall(r"^\| .* \| `(torchrun .*)` \|$", README, re.MULTILINE)
+    assert len(rows) >= 75 and len(rows) == len(set(rows))
+    assert not set("".join(rows)) & set("{};&")
+    for script, argv in printed:
+        if argv != ["--help"]:
+            importlib.import_module(script).parse_args(argv)
+
+
+def test_printed_commands_name_the_folders_of_printed_runs(printed):
+    made = {pretrain.parse_args(argv).out for script, argv in printed
+            if script == "pretrain" and "--help" not in argv}
+    read = {re.sub(r"/\w+\.pt$", "", word) for _, argv in printed for word in argv
+            if word.startswith("runs/")}
+    assert len(read) >= 12 and read <= made
+
+
+def test_the_index_has_every_table_and_figure_of_the_paper_with_a_status():
+    section, = re.findall("## The paper's tables and figures\n(.*?)\n## ", README, re.DOTALL)
+    index = dict(re.findall(r"^\| (\w+ A?\d) \| [^|]* \| ([^|]*) \|", section, re.MULTILINE))
+    assert list(index) == [*(f"Table {i}" for i in "1 2 3 4 5 6 A1 A2 A3 A4 A5".split()),
+                           *(f"Figure {i}" for i in "1 2 3 A1 A2 A3 A4".split())]
+    for status in index.values():
+        assert re.match("reproduced|seen in small|not seen in small|not run", status), status
+
+
+def test_lines_fit_on_100_columns_and_links_lead_somewhere():
+    lines = README.splitlines()
+    assert not [line for line in lines if len(line) > 100 and line[0] != "|"]
+    anchors = {"#" + re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
+               for line in lines if line.startswith("#")}
+    for link in re.findall(r"\]\(([^)]+)\)", README):
+        assert link in anchors or (HERE / link).exists(), link
+
+
+def test_each_row_of_the_small_runs_is_commands_that_the_scripts_take(experiments):
     others = ("detached combine router experts16 experts16-coupled-0.05 experts16-aimed-0.1 "
               "expert0 token-detached long-uniform long-coupled long-aimed-0.3").split()
     calls = experiments("0", "shapes", *others) + experiments("0", "transfer", camvid="x")
