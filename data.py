@@ -369,16 +369,10 @@ def augment(batch: dict) -> Tensor:
     images = torch.where(batch["flip"][:, None, None, None], images.flip(-1), images)
     brightness, contrast, saturation = batch["jitter"][:, :, None, None, None].unbind(1)
     images = (images * brightness).clamp(0, 1)
-    mean = gray(images).mean((-2, -1), keepdim=True)
+    mean = TF.rgb_to_grayscale(images).mean((-2, -1), keepdim=True)
     images = (mean + contrast * (images - mean)).clamp(0, 1)
-    luma = gray(images)
+    luma = TF.rgb_to_grayscale(images)
     return (luma + saturation * (images - luma)).clamp(0, 1)
-
-
-def gray(images: Tensor) -> Tensor:
-    """Luma of [B, 3, H, W] -> [B, 1, H, W]."""
-    red, green, blue = images.unbind(1)
-    return (0.2989 * red + 0.5870 * green + 0.1140 * blue)[:, None]
 
 
 def normalize(images: Tensor) -> Tensor:
