@@ -57,19 +57,20 @@ def routed_mean(loss: Tensor, weight: Tensor) -> Tensor:
 
 
 def patch_weights(routing, expert: int, source: str = "dispatch",
-                  detach: bool = False) -> Tensor:
+                  detach: bool = False, prefix: int = 1) -> Tensor:
     """The coupling: how much a student's patch counts in the loss of `expert`.
 
-    `routing` is a block's Routing: `dispatch` and `combine` [B, T, E], [CLS] first.
-    `source` names one of them, or "uniform" for ones -> [B, T - 1]. Detached weights
+    `routing` is a block's Routing: `dispatch` and `combine` [B, T, E]. `source` names
+    one of them, or "uniform" for ones -> [B, T - prefix], without the first `prefix`
+    tokens, such as [CLS] and registers, which have no patch loss. Detached weights
     still weight the loss, but the router gets no gradient from it: this is the
     paper's main ablation.
     """
     if source == "uniform":
-        return torch.ones_like(routing.dispatch[:, 1:, 0])
-    weight = getattr(routing, source)[:, 1:, expert]      # [CLS] has no patch loss
-    # avoids 0 / 0 when all weight is on [CLS]; far below any weight that matters,
-    # and above the smallest float32, 1e-38, also when a few hundred are summed
+        return torch.ones_like(routing.dispatch[:, prefix:, 0])
+    weight = getattr(routing, source)[:, prefix:, expert]
+    # Avoids 0 / 0 when all weight is on [CLS]. It is far below any weight that
+    # matters, and far above the smallest float32, 1e-38.
     weight = weight + 1e-30
     return weight.detach() if detach else weight
 

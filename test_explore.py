@@ -729,6 +729,18 @@ def test_losses_refuse_targets_with_registers_and_unknown_objectives():
         couple(case, ("token", "CLS"))
 
 
+@pytest.mark.parametrize("prefix", (0, 1, 5))
+def test_patch_weights_leave_out_the_tokens_before_the_patches(prefix):
+    """None, [CLS], or [CLS] and four registers."""
+    routing = model.Routing(rand(2, 9, 3), rand(2, 9, 3))
+    for source in ("dispatch", "combine"):
+        weight = losses.patch_weights(routing, 2, source, prefix=prefix)
+        assert torch.equal(weight, getattr(routing, source)[:, prefix:, 2])
+    uniform = losses.patch_weights(routing, 2, "uniform", prefix=prefix)
+    assert torch.equal(uniform, torch.ones_like(weight))
+    assert torch.equal(losses.patch_weights(routing, 0), routing.dispatch[:, 1:, 0])
+
+
 def test_an_image_whose_weights_all_underflow_counts_as_if_unweighted():
     case = make_case()
     dispatch = torch.zeros(4, 10, 2)
