@@ -3587,59 +3587,76 @@ def test_plot_says_in_one_line_what_it_misses(write_run, tmp_path, capsys, monke
 
 # ------------------------------------------------------------------------ README, demo
 
-FENCES = re.findall(r"([^\n]*)\n+```(\w*)\n(.*?)```", README, re.S)
-# a code block is the line before it, its language, its content
-PYTHON = [(before, code) for before, language, code in FENCES if language == "python"]
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-def test_the_readme_fits_on_230_lines_of_120_columns_and_its_links_lead_somewhere():
+def test_the_readme_fits_on_250_lines_of_100_columns_and_links_lead_somewhere():
     lines = README.splitlines()
-    assert len(lines) <= 230
-    assert not [line for line in lines if len(line) > 120 and line[0] != "|"]
-    anchors = {"#" + re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
-               for line in lines if line.startswith("#")}
-    for link in re.findall(r"\]\(([^)]+)\)", README):
-        assert link.startswith("https://") or link in anchors or (HERE / link).exists(), link
+    assert len(lines) <= 250
+    assert not [line for line in lines if len(line) > 100 and line[0] != "|"]
+    for page in ("README.md", "RUNNING.md", "CONTRIBUTING.md"):
+        text = (HERE / page).read_text("utf-8")
+        anchors = {"#" + re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
+                   for line in text.splitlines() if line.startswith("#")}
+        for link in re.findall(r"\]\(([^)]+)\)", text):
+            found = link.startswith("https://") or link in anchors or (HERE / link).exists()
+            assert found, (page, link)
 
 
 def test_the_readmes_table_has_every_file():
-    rows = re.findall(r"^\| `([^`]+)` \|", README, re.MULTILINE)
-    assert {path.name for path in HERE.glob("*.py")} <= set(rows)
-    assert all((HERE / row).exists() for row in rows if "." in row)
+    rows = re.findall(r"^\| (`[^|]+`) \|", README, re.MULTILINE)
+    files = {name for row in rows for name in re.findall("`([^`]+)`", row)}
+    product = {path.name for kind in ("*.py", "*.sh", "*.md") for path in HERE.glob(kind)}
+    assert files == product - {"README.md"}
 
 
-def test_what_the_readme_quotes_is_the_source():
-    quotes = [(match[1], code) for before, code in PYTHON
-              if (match := re.search(r"From `(\w+\.py)`:$", before))]
-    assert len(quotes) == 2
-    for file, code in quotes:
-        source = map(str.strip, (HERE / file).read_text("utf-8").splitlines())
-        for line in code.splitlines():
-            assert line.strip() in source, f"{file} does not have, or not in this order: {line}"
+def without_docstring(function):
+    if ast.get_docstring(function):
+        function.body = function.body[1:]
+    return ast.unparse(function)
 
 
-def test_the_readmes_python_runs_as_printed(tmp_path, monkeypatch):
-    import timm
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    os.makedirs("runs/demo")
-    os.makedirs("runs/plain")
-    write_checkpoint("runs/demo/last.pt", experts=2)
-    torch.save(model.build_vit("vit_tiny").state_dict(), "runs/plain/last.pt")
-    photo = Shapes("val", 60)[0][0].permute(1, 2, 0).numpy()
-    Image.fromarray(photo).save("photo.jpg")
-    for before, code in PYTHON:
-        if "From `" not in before:
-            exec(code, names)
-    assert names["logits"].shape == (1, 10) and names["losses"].isfinite().all()
-    assert names["router"].phi.grad.abs().max() > 0
-    assert names["student"].encoder.pos_embed.grad is None
-    theirs = names["vit"].eval()
-    images = torch.rand(1, 3, 224, 224)
-    config = timm.data.resolve_model_data_config(theirs)
-    assert (config["mean"], config["std"]) == (model.IMAGENET_MEAN, model.IMAGENET_STD)
-    ours = checkpoint.load_encoder("runs/plain/last.pt").eval()(images)[0]
-    assert torch.allclose(theirs.forward_features(images), ours, atol=1e-4)
+def test_the_functions_that_the_readme_quotes_are_the_sources():
+    """But for their docstrings."""
+    source = {}
+    for file in ("model.py", "losses.py"):
+        for node in ast.walk(ast.parse((HERE / file).read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                source[node.name] = without_docstring(node)
+    quoted = [function for code in PYTHON if code.startswith("def ")
+              for function in ast.parse(code).body]
+    assert [function.name for function in quoted] == ["route", "patch_weights", "routed_mean"]
+    for function in quoted:
+        assert without_docstring(function) == source[function.name]
+
+
+@pytest.mark.parametrize("files, code", [
+    (files, code) for files in (("model.py", "checkpoint.py"), ("model.py", "losses.py"))
+    for code in PYTHON if f"from {files[1][:-3]} import" in code],
+    ids=("features", "training"))
+def test_the_readmes_programs_run_beside_copies_of_two_files(files, code, photos, tmp_path):
+    for file in files:
+        shutil.copy(HERE / file, tmp_path)
+    shutil.copytree(Path(photos, "val"), tmp_path / "photos")
+    write_checkpoint(tmp_path / "encoder.pt", experts=2)
+    if "losses" in code:
+        code += "\nassert vit.blocks[-1].mlp.phi.grad.abs().max() > 0\n"
+        way = "routing = vit.blocks[-1].mlp.routing"
+        other = code.replace(way, f"# {way}").replace("# routing = router", "routing = router")
+        other = other.replace("vit.blocks[-1].mlp.phi.grad", "router.phi.grad")
+        assert other != code      # the second way, which the comment names
+        code = f"{code}\n{other}"
+    (tmp_path / "program.py").write_text(code, "utf-8")
+    process = start("program.py", cwd=tmp_path)
+    _, error = finish(process)
+    assert process.returncode == 0, error
+    if "losses" not in code:
+        features = torch.load(tmp_path / "features.pt")
+        encoder = checkpoint.load_encoder(tmp_path / "encoder.pt").eval()
+        image = data.read_image(tmp_path / "photos" / "class_0" / "0.jpg")
+        tokens, _ = encoder(normalized(data.center_view(image, 32) / 255)[None])
+        assert features.shape == (16, 96)
+        assert torch.allclose(features[:1], tokens[:, 0], atol=1e-3)
 
 
 def stand_in(folder, name, script):
@@ -3656,7 +3673,7 @@ def test_printed_commands_are_ones_that_the_scripts_take(tmp_path, capsys):
                    env=environment)
     demo = (tmp_path / "commands").read_text()
     assert len(demo.splitlines()) == 5 and "--out runs/demo --epochs 8" in demo
-    text = README.replace('"$out"\'', "runs/a") + demo
+    text = README.replace("\\\n", " ") + demo
     commands = re.findall(r"\b(?:python|torchrun [^`\n]*?) (\w+)\.py((?: +[^`#|\s]+)*)", text)
     scripts = {name: importlib.import_module(name) for name, _ in commands}
     assert len(scripts) == 7
@@ -3666,45 +3683,100 @@ def test_printed_commands_are_ones_that_the_scripts_take(tmp_path, capsys):
         with pytest.raises(SystemExit):
             script.parse_args(["--help"])
     flags = set(re.findall("--[a-z-]+", capsys.readouterr().out))
-    slurm = {"--gpus-per-task", "--signals-to-handle"}
-    assert set(re.findall("`(--[a-z-]+)", README)) <= flags | slurm
+    assert set(re.findall("`(--[a-z-]+)", README)) <= flags
+
+
+# --------------------------------------------------- RUNNING, CONTRIBUTING, cluster script
+
+RUNNING = (HERE / "RUNNING.md").read_text("utf-8")
+CONTRIBUTING = (HERE / "CONTRIBUTING.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("text", (RUNNING, CONTRIBUTING), ids=("running", "contributing"))
+def test_the_reference_has_lines_of_100_columns(text):
+    assert not [line for line in text.splitlines() if len(line) > 100 and line[0] != "|"]
+
+
+def test_commands_and_flags_that_the_reference_names_exist(capsys):
+    commands = re.findall(r"(?:pretrain\.py|sbatch slurm\.sh) (--.*)", RUNNING)
+    assert len(commands) == 2
+    for argv in commands:
+        pretrain.parse_args(argv.split())
+    for name in ("pretrain", "linear", "finetune", "segment", "knn", "routing"):
+        with pytest.raises(SystemExit):
+            SCRIPTS[name].parse_args(["--help"])
+    flags = set(re.findall(r"--[a-z_-]+", capsys.readouterr().out))
+    flags |= {"--node_rank", "--signals-to-handle"}                        # torchrun's
+    flags |= {"--gpus-per-task", "--gpus-per-node", "--signal"}            # Slurm's
+    assert set(re.findall(r"`(--[a-z_-]+)", RUNNING)) <= flags
+
+
+@pytest.mark.parametrize("name, flags", (
+    ("pretrain", "--objective token_cls_pixel --encoding dense --importance-weight 0.1"),
+    ("pretrain", "--variation 0.2"), ("finetune", ""), ("segment", "")))
+def test_the_reference_names_every_field_of_the_log(stage, monkeypatch, name, flags):
+    monkeypatch.setattr(pretrain, "build_student", small_decoder)
+    log = play(name, stage(name, flags))[2]
+    rows = re.findall(r"^\| (`[^|]*) \|", RUNNING, re.MULTILINE)
+    named = {field for row in rows for field in re.findall(r"`(\w+)`", row)}
+    assert {field for line in log for field in line} <= named
+
+
+def test_the_reference_names_every_field_of_knn(stage, tmp_path):
+    knn.main(knn.parse_args(stage("knn", "-k 3")))
+    sentence = RUNNING.split("A line of `knn.jsonl` has ")[1].split(".")[0]
+    line = json.loads((tmp_path / "run" / "knn.jsonl").read_text())
+    assert set(line) == set(re.findall(r"`(\w+)`", sentence))
+
+
+def test_the_disk_that_a_run_takes_is_four_and_twelve_bytes_a_parameter():
+    rows = re.findall(r"^\| (\d+) \| ([\d.]+) M \| (.*) \|$", RUNNING, re.MULTILINE)
+    assert [experts for experts, _, _ in rows] == ["0", "2", "64"]
+    for experts, millions, sizes in rows:
+        args = pretrain.parse_args(["--experts", experts])
+        with torch.device("meta"):
+            student = pretrain.build_student(args, teacher_dim=768)
+        parameters = sum(parameter.numel() for parameter in student.parameters()) / 1e9
+        state = sum(value.nbytes for value in student.state_dict().values()) / 1e9
+        last = state + 8 * parameters
+        kept = 1 + args.epochs // args.save_every
+        assert f"{1000 * parameters:.1f}" == millions
+        assert sizes == (f"{state:.2f} GB | {kept * state:.1f} GB | {last:.2f} GB | "
+                         f"{kept * state + 2 * last:.1f} GB")
 
 
 @pytest.mark.parametrize("ids_keep", (None, torch.tensor([[0, 2, 3], [1, 2, 3]])),
                          ids=("dense", "sparse"))
-def test_an_objective_is_added_in_two_lines_as_the_readme_says(ids_keep):
-    text = " ".join(README.split())
-    (condition, part), = re.findall(r'`(if "mine".*?)` and `(parts\["mine"\] .*?)`', text)
-    before = "    losses |= {name"
+def test_an_objective_is_added_in_two_lines_as_contributing_says(ids_keep):
+    lines, = re.findall(r"^```python\n(.*?)```", CONTRIBUTING, re.S | re.MULTILINE)
+    after = "    metrics |= losses\n"
     source = (HERE / "losses.py").read_text("utf-8")
-    assert source.count(before) == 1
-    source = source.replace(before, f"    {condition}\n        {part}\n{before}")
-    names = {"mine": losses.token_loss}
-    exec(compile(source, "losses.py", "exec"), names)
+    assert source.count(after) == 1
+    names = {"mine_loss": losses.token_loss}
+    exec(compile(source.replace(after, f"{lines}\n{after}"), "losses.py", "exec"), names)
     patches = 4 if ids_keep is None else 3
     weights = model.Routing(rand(2, 1 + patches, 2), rand(2, 1 + patches, 2))
     pred = model.Prediction(randn(2, 1 + patches, 6), None, {3: weights}, ids_keep)
     found, _, metrics = names["explore_losses"](
         pred, randn(2, 5, 6), None, torch.ones(2, 4) > 0, objectives=("token", "mine"))
     assert found[0] != found[1] == metrics["mine"]      # weighted by expert 0, by expert 1
+    assert {"mine_unweighted", "mine_ratio"} <= set(metrics)
 
 
 @pytest.fixture
 def submit(stage, tmp_path):
-    """submit(tasks, **variables) -> the exit code of the README's cluster script
+    """submit(tasks, "--flags", **variables) -> the exit code of slurm.sh
 
-    It runs with stand-ins for Slurm's programs; `requeued` in tmp_path is what scontrol does.
+    Its arguments are those of a run of eight steps. It runs with stand-ins for Slurm's programs;
+    `requeued` in tmp_path is what scontrol does.
     """
-    script, = [code for _, language, code in FENCES if language == "bash"]
-    script = script.replace("/shared/a", str(tmp_path / "a"))
-    script = script.replace("epoch_0300", "epoch_0002")
     fault = ("step == 3 and rank == '1' and 'SIGNAL' in os.environ "
              "and os.kill(os.getpid(), signal.SIGUSR1)")
-    program = driver(tmp_path, fault)
-    toy = shlex.join([sys.executable, str(program), *stage("pretrain", "--drop-path 0")])
+    program = shlex.join([sys.executable, str(driver(tmp_path, fault))])
     programs = tmp_path / "bin"
     programs.mkdir()
-    stand_in(programs, "python", f'[ -z "$ERROR" ] || exit 2\nshift\nexec {toy} "$@"')
+    stand_in(programs, "python",
+             f'[ -z "$ERROR" ] || exit 2; [ $1 = pretrain.py ]; shift; exec {program} "$@"')
     stand_in(programs, "scontrol",
              f'[ $1 = show ] && echo 127.0.0.1 || echo "$@" >> {tmp_path}/requeued')
     environment = stand_in(programs, "srun", """
@@ -3715,24 +3787,37 @@ exit ${code:-0}""")
     environment |= dict(SLURM_JOB_ID=str(os.getpid()), SLURM_CPUS_PER_TASK="1",
                         SLURM_JOB_NODELIST="n")
 
-    def run_script(tasks, **variables):
-        job = subprocess.Popen(["bash", "-c", script], cwd=HERE, text=True,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    def run_script(tasks, flags="", **variables):
+        argv = stage("pretrain", f"--drop-path 0 {flags}", out="two words")
+        job = subprocess.Popen(["bash", HERE / "slurm.sh", *argv], cwd=HERE, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                env=environment | {"SLURM_NTASKS": str(tasks)} | variables)
-        print(finish(job)[1])
+        print(*finish(job))
         return job.returncode
     return run_script
 
 
 @needs_loopback
-def test_the_cluster_script_requeues_after_a_signal_to_any_of_four_processes(submit, tmp_path):
+def test_the_cluster_script_requeues_after_a_signal_to_any_of_four_processes_until_the_end(
+        submit, tmp_path):
     assert submit(4, SIGNAL="1") == 0
-    assert (tmp_path / "requeued").read_text() == f"requeue {os.getpid()}\n"
-    assert checkpoint.load_checkpoint(tmp_path / "a" / "last.pt")["step"] == 3
+    requeued = tmp_path / "requeued"
+    assert requeued.read_text() == f"requeue {os.getpid()}\n"
+    last = tmp_path / "two words" / "last.pt"
+    assert checkpoint.load_checkpoint(last)["step"] == 3
+    requeued.unlink()
+    assert submit(4) == 0      # as Slurm does with a job in its queue
+    assert checkpoint.load_checkpoint(last)["step"] == 8
+    assert not requeued.exists()
 
 
-@pytest.mark.parametrize("variables, code", (({"ERROR": "1"}, 2), ({}, 0)))
+@pytest.mark.parametrize("flags, variables, code, step", (
+    ("", {"ERROR": "1"}, 2, None), ("", {}, 0, 8), ("--epochs 1 --warmup-epochs 0", {}, 0, 4),
+    ("--max-steps 3", {}, 0, 3)), ids=("error", "end", "another-length", "max-steps"))
 def test_the_cluster_script_does_not_requeue_after_an_error_or_the_end(
-        submit, tmp_path, variables, code):
-    assert submit(1, **variables) == code
+        submit, tmp_path, flags, variables, code, step):
+    assert submit(1, flags, **variables) == code
     assert not (tmp_path / "requeued").exists()
+    if step:
+        last = checkpoint.load_checkpoint(tmp_path / "two words" / "last.pt")
+        assert last["step"] == step
