@@ -27,7 +27,7 @@ import pretrain
 import routing
 from checkpoint import load_checkpoint
 from losses import token_loss
-from run import plain
+from run import rounded
 from teacher import build_teacher
 
 # key in SET.json, title, digits, whether the table has the difference to `uniform`
@@ -121,7 +121,7 @@ def measure(run: Path) -> dict:
                 "equilibrium_lambda": -((first - 1) * loss).mean().item() / spread}
         if "foreground_auc" in seen:
             row["foreground"] = seen["foreground_auc"][0]
-    return plain(row)
+    return rounded(row)
 
 
 def rank(row: dict) -> tuple:
