@@ -21,7 +21,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import CIFAR10, DatasetFolder, Food101
-from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
 from torchvision.transforms.v2 import functional as TF
 from tqdm import tqdm
 
@@ -30,6 +30,8 @@ from model import IMAGENET_MEAN, IMAGENET_STD
 from shapes import Shapes
 
 BICUBIC = TF.InterpolationMode.BICUBIC
+DRAWN = ("shapes", "shapes-noise")
+DOWNLOADED = ("cifar10", "food101")
 ALTERNATIVES = ("; --data also takes cifar10, food101 and shapes, pretrain.py and routing.py take "
                 "any folder of images, and sh demo.sh needs none")
 
@@ -52,15 +54,15 @@ def read_image(path: str | os.PathLike) -> Tensor:
 
     An orientation in the file is applied, and transparency becomes white. Raises LocalError.
     """
-    # A plain JPEG: torchvision gives the same pixels in less time. Anything else fails here.
+    # torchvision decodes most JPEGs to the same pixels in less time; Pillow reads what it cannot
     with contextlib.suppress(Exception):
         jpeg = torchvision.io.read_file(str(path))
-        if not has_xmp(jpeg.numpy()):
+        if not has_other_app1(memoryview(jpeg.numpy())):
             return torchvision.io.decode_jpeg(jpeg, torchvision.io.ImageReadMode.RGB,
                                               apply_exif_orientation=True)
     try:
         with Image.open(path) as picture:
-            if picture.mode[0] in "IF":      # 16 or 32 bits, of which Pillow would make white
+            if picture.mode[0] in "IF":      # 16 or 32 bits, which Pillow would turn white
                 raise ValueError(f"mode {picture.mode}, expected 8 bits a channel")
             picture = ImageOps.exif_transpose(picture)
             if picture.has_transparency_data:
@@ -73,16 +75,17 @@ def read_image(path: str | os.PathLike) -> Tensor:
                          ) from error
 
 
-def has_xmp(jpeg: np.ndarray) -> bool:
-    """Whether a JPEG's bytes have an XMP segment, which may hold the orientation.
+def has_other_app1(jpeg: memoryview) -> bool:
+    """Whether a JPEG has an APP1 segment that is not EXIF, such as XMP.
 
-    torchvision knows the one in EXIF alone, and only if no other segment of its kind is before it.
+    XMP may hold the orientation, which torchvision looks for in the first APP1 segment only, and
+    only if that is EXIF.
     """
     at = 2
-    while jpeg[at] == 0xFF and jpeg[at + 1] != 0xDA:      # segments before the pixels
-        if jpeg[at + 4:at + 27].tobytes() == b"http://ns.adobe.com/xap":
+    while jpeg[at] == 0xFF and jpeg[at + 1] != 0xDA:      # the segments before the pixels
+        if jpeg[at + 1] == 0xE1 and jpeg[at + 4:at + 8] != b"Exif":
             return True
-        at += 2 + int.from_bytes(jpeg[at + 2:at + 4].tobytes(), "big")
+        at += 2 + 256 * jpeg[at + 2] + jpeg[at + 3]
     return False
 
 
@@ -98,7 +101,8 @@ class Folder(DatasetFolder):
         try:
             super().__init__(folder, read_image, IMG_EXTENSIONS, allow_empty=True)
         except OSError as error:
-            raise UserError(f"--data {root}: {error}; {expected}") from error
+            problem = str(error).rstrip(".")      # of torchvision, or of find_classes
+            raise UserError(f"--data {root}: {problem}; {expected}") from error
         if not self.samples:
             raise UserError(f"--data {root}: the class folders in {folder} hold no image")
 
@@ -140,7 +144,7 @@ def torchvision_set(name: str, split: str) -> CIFAR10 | Food101:
     """CIFAR-10 or Food-101, which torchvision downloads to data/."""
     how = dict(transform=TF.pil_to_tensor, download=True)
     try:
-        with lock(Path("data"), wait=True):      # one process at a time, of all machines
+        with lock(Path("data"), wait=True):      # one process at a time, on all machines
             if name == "cifar10":
                 return CIFAR10("data", train=split == "train", **how)
             return Food101("data", "train" if split == "train" else "test", **how)
@@ -154,28 +158,35 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
 
     Without `labels`, any folder of images will do. Its train/ or val/ counts, if there is one.
     """
-    if data in ("shapes", "shapes-noise"):
+    if data in DRAWN:
         return Shapes(split, image_size, noise=data == "shapes-noise")
-    if data in ("cifar10", "food101"):
+    if data in DOWNLOADED:
         return torchvision_set(data, split)
     if labels:
         return Folder(data, split)
     if not os.path.exists(data):
         raise UserError(f"--data {data}: no such file or folder; expected images{ALTERNATIVES}")
     folder = os.path.join(data, split)
-    photos = Photos(folder if os.path.isdir(folder) else data)
+    root = folder if os.path.isdir(folder) else data
+    photos = Photos(root)
     if not photos:
-        raise UserError(f"--data {data}: no image is there, nor in the folders inside; files have "
-                        f"to end in {', '.join(IMG_EXTENSIONS)}")
+        raise UserError(f"--data {data}: no image in {root} or in the folders inside it; expected "
+                        f"files that end in {', '.join(IMG_EXTENSIONS)}")
     return photos
 
 
 def has_labels(data: str) -> bool:
-    """Whether `--data` has labels for training and validation, as k-NN and probes need them."""
+    """Whether `--data` has labels for training and validation, as k-NN and probes need them.
+
+    It looks at the folders of classes only, because listing a million files takes seconds.
+    """
+    if data in DRAWN + DOWNLOADED:
+        return True
     try:
-        return all(open_images(data, split, image_size=32) for split in ("train", "val"))
-    except UserError:
+        train, val = (set(find_classes(os.path.join(data, split))[0]) for split in ("train", "val"))
+    except OSError:
         return False
+    return val <= train
 
 
 def first_readable(dataset: ImageDataset, index: int) -> tuple[int, Tensor, int]:
@@ -197,7 +208,7 @@ def first_readable(dataset: ImageDataset, index: int) -> tuple[int, Tensor, int]
 
 @functools.cache
 def print_once(line: str):
-    """Prints a line to the standard error, once in a process."""
+    """Prints a line to standard error, once in each process."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -283,9 +294,9 @@ class TrainViews(CenterViews):
     """
     scale = (0.2, 1.0)      # of the image's area
 
-    def __init__(self, images: ImageDataset, image_size: int, seed: int, grid: int = 0,
+    def __init__(self, dataset: ImageDataset, image_size: int, seed: int, grid: int = 0,
                  mask_ratio: float | None = None):
-        super().__init__(images, image_size)
+        super().__init__(dataset, image_size)
         self.seed, self.grid, self.mask_ratio = seed, grid, mask_ratio
 
     def __getitem__(self, key: tuple[int, int]) -> dict:
@@ -305,18 +316,18 @@ class TrainViews(CenterViews):
 
 # ------------------------------------------------------------------------------ loaders
 
-def train_order(images: int, batch_size: int, micro_batch: int, seed: int, first: int,
+def train_order(count: int, batch_size: int, micro_batch: int, seed: int, first: int,
                 last: int, rank: int = 0, world: int = 1):
     """Yields the (epoch, index) keys of each micro-batch of one process, from step `first` on.
 
-    Each epoch is a permutation of all images, cut into global batches; an incomplete last batch
-    is left out. Process r of w takes every w-th image of a batch, so that any w trains on the
-    same batches.
+    Each epoch is a permutation of all `count` images, cut into global batches; an incomplete last
+    batch is left out. Process r of w takes every w-th image of a batch, so that any w trains on
+    the same batches.
     """
     for step in range(first, last):
-        epoch, at = divmod(step, images // batch_size)
+        epoch, at = divmod(step, count // batch_size)
         if step == first or at == 0:
-            order = np.random.default_rng((seed, epoch)).permutation(images)
+            order = np.random.default_rng((seed, epoch)).permutation(count)
         batch = order[at * batch_size:(at + 1) * batch_size]
         for micro in batch[rank::world].reshape(-1, micro_batch):
             yield [(epoch, int(index)) for index in micro]

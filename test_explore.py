@@ -1260,6 +1260,26 @@ def test_blocks_are_as_often_wide_as_high():
     assert across / along == pytest.approx(1, abs=0.015)
 
 
+def test_the_area_of_blocks_is_uniform_and_their_aspect_log_uniform():
+    """On a grid so large that blocks rarely touch, so that each is seen from its corner.
+
+    Each block takes a uniform share of the area that is still missing. For a stick that is broken
+    like this, the largest piece has 0.624 of its length on average: Golomb and Dickman's constant.
+    """
+    rng = np.random.default_rng(0)
+    largest, aspects = [], []
+    for _ in range(600):
+        mask = np.pad(data.block_mask(rng, 300, 0.03).reshape(300, 300), 1)
+        corners = np.argwhere(mask[1:, 1:] & ~mask[:-1, 1:] & ~mask[1:, :-1]) + 1
+        h, w = np.array([(mask[top:, left].argmin(), mask[top, left:].argmin())
+                         for top, left in corners]).T
+        largest.append((h * w).max() / mask.sum())
+        aspects += np.log(h / w)[h * w > 300].tolist()      # where rounding counts little
+    assert np.mean(largest) == pytest.approx(0.624, abs=0.03)
+    quantiles = np.quantile(aspects, (0.1, 0.25, 0.5, 0.75, 0.9)) / math.log(1 / 0.3)
+    assert quantiles == pytest.approx([-0.8, -0.5, 0, 0.5, 0.8], abs=0.08)
+
+
 PICTURE = np.stack([np.mgrid[0:64, 0:80][0] * 3, np.mgrid[0:64, 0:80][1] * 3,
                     np.mgrid[0:64, 0:80].sum(0)], -1).astype(np.uint8)
 
@@ -1303,21 +1323,22 @@ def test_jpegs_are_read_without_pillow_and_have_its_pixels(tmp_path, monkeypatch
         assert torch.equal(data.read_image(tmp_path / name), pixels), name
 
 
-@pytest.mark.parametrize("before", (b"", b"exif"))
-def test_an_orientation_in_xmp_or_behind_it_is_applied(tmp_path, before):
-    def segment_of(content):
-        return b"\xff\xe1" + (len(content) + 2).to_bytes(2, "big") + content
+XMP = b'http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:x="adobe:ns:meta/">%s</x:xmpmeta>'
+
+
+@pytest.mark.parametrize("segment, in_exif", (
+    (XMP % b'<rdf:Description tiff:Orientation="6"/>', False), (XMP % b"", True),
+    (b"FLIR\0", True)), ids=("in XMP", "in EXIF behind XMP", "in EXIF behind another segment"))
+def test_an_orientation_that_torchvision_does_not_find_is_applied(tmp_path, segment, in_exif):
     exif = Image.Exif()
-    if before:      # the orientation is in EXIF, behind XMP, which has none
+    if in_exif:
         exif[0x0112] = 6
-    tag = b"" if before else b' tiff:Orientation="6"'
-    xmp = (b"http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:x='adobe:ns:meta/'>"
-           b"<rdf:RDF xmlns:rdf='http://www.w3.org/1999/02/22-rdf-syntax-ns#'><rdf:Description "
-           b"xmlns:tiff='http://ns.adobe.com/tiff/1.0/'" + tag + b"/></rdf:RDF></x:xmpmeta>")
     path = tmp_path / "x.jpg"
     Image.fromarray(PICTURE).save(path, exif=exif)
     jpeg = path.read_bytes()
-    path.write_bytes(jpeg[:2] + segment_of(xmp) + jpeg[2:])
+    jfif = 4 + int.from_bytes(jpeg[4:6], "big")      # the segment that comes first
+    app1 = b"\xff\xe1" + (len(segment) + 2).to_bytes(2, "big") + segment
+    path.write_bytes(jpeg[:jfif] + app1 + jpeg[jfif:])
     upright = ImageOps.exif_transpose(Image.open(path))
     assert upright.size == (64, 80)
     assert torch.equal(data.read_image(path), TF.pil_to_tensor(upright))
@@ -1336,12 +1357,17 @@ def test_without_labels_all_images_below_a_folder_count_in_the_order_of_classes(
     for name in ("b.png", "a/.0.jpg"):      # as torchvision orders the rest, which has classes
         (tmp_path / "val" / name).unlink()
     shutil.rmtree(tmp_path / "val" / ".hidden")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "0.jpg").touch()
+    (tmp_path / "val" / "a" / "c").symlink_to(tmp_path / "linked")
+    (tmp_path / "val" / "c").symlink_to(tmp_path / "linked")
     classes = torchvision.datasets.DatasetFolder(tmp_path / "val", str, data.IMG_EXTENSIONS)
+    assert len(classes) == 6
     assert [path for path, _ in classes.samples] == data.Photos(str(tmp_path / "val")).paths
     one = data.open_images(str(tmp_path / "val/a/1.jpg"), "train", 32, labels=False)
     assert one.paths == [str(tmp_path / "val/a/1.jpg")]
     everything = data.open_images(str(tmp_path), "train", 32, labels=False)      # no train/
-    assert len(everything) == 4
+    assert len(everything) == 7
 
 
 def break_image(path):
@@ -1359,8 +1385,10 @@ def test_a_broken_image_is_named_and_the_next_one_takes_its_place(photos, tmp_pa
     whole, broken = views[0], views[-1]
     for epoch in (0, 1):
         assert torch.equal(broken[epoch, 5]["image"], whole[epoch, 5]["image"])
-        for index in (6, 31):
+        for index in (6, 31):      # what is random stays what it is for this index
             assert broken[epoch, index]["image"].shape == (3, 32, 32)
+            for name in ("mask", "jitter"):
+                assert (broken[epoch, index][name] == whole[epoch, index][name]).all()
     _, image, _ = data.first_readable(broken.dataset, 6)
     assert torch.equal(image, broken.dataset[8][0])
     _, image, _ = data.first_readable(broken.dataset, 31)
@@ -1425,9 +1453,10 @@ def test_folders_that_do_not_fit_are_named(capsys, stage, tmp_path):
     assert f"--data {folder}: no such file or folder; expected images" in said("pretrain")
     (folder / "photos").mkdir(parents=True)
     assert f"--data {folder}: {folder}/train/ is not there; expected " in said("finetune")
-    assert f"--data {folder}: no image is there, nor in the folders inside" in said("pretrain")
+    assert f"--data {folder}: no image in {folder} or in the folders" in said("pretrain")
     (folder / "train").mkdir()
-    assert f"class folder in {folder}/train" in said("finetune")
+    assert f"--data {folder}: no image in {folder}/train or in the folders" in said("pretrain")
+    assert f"class folder in {folder}/train; expected " in said("finetune")
     (folder / "train" / "ant").mkdir()
     assert f"the class folders in {folder}/train hold no image" in said("finetune")
     for name in ("train/ant", "val/wasp"):
@@ -1438,9 +1467,14 @@ def test_folders_that_do_not_fit_are_named(capsys, stage, tmp_path):
 
 
 def test_labels_are_there_if_both_sets_have_them(photos, tmp_path):
-    assert data.has_labels("shapes") and data.has_labels(photos)
+    assert all(map(data.has_labels, ("shapes", "shapes-noise", "cifar10", "food101", photos)))
     assert not data.has_labels(str(Path(photos, "train")))
+    (tmp_path / "train" / "ant").mkdir(parents=True)
     assert not data.has_labels(str(tmp_path))
+    (tmp_path / "val" / "wasp").mkdir(parents=True)
+    assert not data.has_labels(str(tmp_path))      # a class that train/ lacks
+    (tmp_path / "train" / "wasp").mkdir()
+    assert data.has_labels(str(tmp_path))
 
 
 @pytest.mark.parametrize("name, kind, split, expected", (
