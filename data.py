@@ -156,7 +156,8 @@ def torchvision_set(name: str, split: str) -> CIFAR10 | Food101:
 def open_images(data: str, split: str, image_size: int, labels: bool = True) -> ImageDataset:
     """The set that `--data` names, of `split` "train" or "val". Raises UserError.
 
-    Without `labels`, any folder of images will do. Its train/ or val/ counts, if there is one.
+    Without `labels`, any folder of images will do. If it has a folder named like the split, the
+    images in there are taken, otherwise all.
     """
     if data in DRAWN:
         return Shapes(split, image_size, noise=data == "shapes-noise")
@@ -192,8 +193,8 @@ def has_labels(data: str) -> bool:
 def first_readable(dataset: ImageDataset, index: int) -> tuple[int, Tensor, int]:
     """The image at `index` or, if it cannot be read, the next one -> (index, image, label)
 
-    So one broken file does not end a run of days. Raises LocalError after 50 in a row, as timm
-    does: then it is not the files that are broken.
+    With this, one broken file does not end a run of days. Raises LocalError after 50 in a row,
+    because then the disk or the whole folder is more likely to be broken than single files.
     """
     for _ in range(50):
         try:
@@ -229,7 +230,7 @@ def random_crop(rng: np.random.Generator, height: int, width: int, scale: tuple[
         if 0 < h <= height and 0 < w <= width:
             top = int(rng.integers(height - h + 1))
             return top, int(rng.integers(width - w + 1)), h, w
-    # no crop fits into a very long image: its middle
+    # no crop of this aspect fits into a very long image: take its middle
     h = max(1, min(height, round(width / ratio[0])))
     w = max(1, min(width, round(height * ratio[1])))
     return (height - h) // 2, (width - w) // 2, h, w

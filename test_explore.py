@@ -1376,29 +1376,36 @@ def break_image(path):
 
 
 def test_a_broken_image_is_named_and_the_next_one_takes_its_place(photos, tmp_path, capsys):
-    shutil.copytree(photos, tmp_path / "copy")
-    folder = tmp_path / "copy" / "train"
-    views = [data.TrainViews(data.Photos(str(folder)), 32, 7, 4, 0.4)]
-    for index in (6, 7, 31):      # two in a row, and the last of all
-        path = break_image(folder / f"class_{index // 8}" / f"{index % 8}.jpg")
-        views.append(data.TrainViews(data.Photos(str(folder)), 32, 7, 4, 0.4))
-    whole, broken = views[0], views[-1]
+    folder = shutil.copytree(Path(photos, "train"), tmp_path / "train")
+    views = data.TrainViews(data.Photos(str(folder)), 32, 7, 4, 0.4)
+    places = {5: 5, 6: 8, 7: 8, 31: 0}      # two in a row are broken, and the last of all
+    for index in (6, 7, 31):
+        path = break_image(Path(views.dataset.paths[index]))
     for epoch in (0, 1):
-        assert torch.equal(broken[epoch, 5]["image"], whole[epoch, 5]["image"])
-        for index in (6, 31):      # what is random stays what it is for this index
-            assert broken[epoch, index]["image"].shape == (3, 32, 32)
-            for name in ("mask", "jitter"):
-                assert (broken[epoch, index][name] == whole[epoch, index][name]).all()
-    _, image, _ = data.first_readable(broken.dataset, 6)
-    assert torch.equal(image, broken.dataset[8][0])
-    _, image, _ = data.first_readable(broken.dataset, 31)
-    assert torch.equal(image, broken.dataset[0][0])
+        for index, place in places.items():      # what is random does not move with the image
+            rng = np.random.default_rng((7, epoch, index))
+            expected = views.view(rng, *views.dataset[place])
+            torch.testing.assert_close(views[epoch, index], expected, rtol=0, atol=0)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3 and len(set(lines)) == 3      # each is named once
     assert lines[-1].startswith(f"cannot read the image {path} (")
     assert lines[-1].endswith("): the next image takes its place")
     with pytest.raises(common.LocalError, match="cannot read the image"):
-        data.CenterViews(broken.dataset, 32)[6]      # a score is of all images
+        data.CenterViews(views.dataset, 32)[6]      # a score is of all images
+
+
+def test_a_broken_scene_is_replaced_with_its_annotation_in_training_alone(scenes, tmp_path):
+    broken = shutil.copytree(scenes, tmp_path / "broken")
+    break_image(broken / "images/training/3.jpg")
+    same = shutil.copytree(scenes, tmp_path / "same")
+    for name in ("images/training/{}.jpg", "annotations/training/{}.png"):
+        shutil.copy(same / name.format(4), same / name.format(3))
+    seen, expected = (segment.TrainScenes(segment.Scenes(str(root), "training"), 32, 11, 7)
+                      for root in (broken, same))
+    for epoch in range(4):
+        torch.testing.assert_close(seen[epoch, 3], expected[epoch, 3], rtol=0, atol=0)
+    with pytest.raises(common.LocalError, match="cannot read the image"):
+        segment.EvalScenes(seen.dataset, 32, 11)[3]
 
 
 @pytest.mark.parametrize("name", ("pretrain", "finetune", "segment"))
@@ -1419,9 +1426,11 @@ def test_fifty_broken_images_in_a_row_stop_a_run_and_loaders_leave(stage, tmp_pa
     assert process.returncode == 2 and "Traceback" not in error
     said = "pretrain.py: error: 50 images in a row cannot be read; the last one: cannot read the"
     assert said in error
+    Image.new("RGB", (8, 8)).save(tmp_path / "50.jpg")
     images = data.Photos(str(tmp_path))
-    Image.new("RGB", (8, 8)).save(tmp_path / "49.jpg")
-    assert data.first_readable(images, 0)[0] == 49
+    assert data.first_readable(images, 1)[0] == 50
+    with pytest.raises(common.LocalError, match="50 images in a row"):
+        data.first_readable(images, 0)
 
 
 def test_a_broken_image_ends_an_evaluation_and_loaders_leave(stage, photos, tmp_path):
