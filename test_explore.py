@@ -169,7 +169,10 @@ def stage(photos, scenes, teacher, tmp_path):
 
 
 def play(name, argv):
-    """Runs a stage in this process -> (what its main returns, last.pt, the log)"""
+    """Runs the stage `name` of SCRIPTS on command-line flags, in this process.
+
+    -> (what its main returns, the contents of last.pt, the lines of the log)
+    """
     args = SCRIPTS[name].parse_args(argv)
     return SCRIPTS[name].main(args), *read_run(args.out)
 
@@ -2070,6 +2073,7 @@ def plain_pretraining(args, world=1):
     return plain
 
 
+# flags that differ from their defaults, so that a run that ignores one of them is noticed
 ODD = ("--max-steps 3 --epochs 3 --warmup-epochs 0.5 --lr 0.01 --min-lr 0.002 --weight-decay 0.5 "
        "--clip-grad 0.5 --betas 0.8 0.7 --drop-path 0.4 --seed 7 --micro-batch 4 --save-every 1 "
        "--experts 3 ")
@@ -2351,7 +2355,11 @@ def test_a_finished_run_stays_as_it_is(stage, tmp_path):
 
 
 def driver(tmp_path, fault, at_exit="0"):
-    """A program: pretrain.py with an expression in the middle of each step, another at its exit."""
+    """Writes a program that pretrains, and evaluates `fault` in the middle of each step.
+
+    `fault` is an expression of `step`, counted from 1, and `rank`. `at_exit` is evaluated when
+    the program ends. -> the program's path
+    """
     path = tmp_path / "driver.py"
     path.write_text(f"""
 import atexit, itertools, os, signal, sys
@@ -3317,6 +3325,7 @@ def write_student(tmp_path, request):
 
 
 def show(*argv):
+    """Runs routing.py on five drawn images -> its numbers, a dict for each checkpoint"""
     flags = "--data shapes --images 5 --seed 3".split()
     return routing.main(routing.parse_args([*argv, *flags, *QUICK]))
 
