@@ -122,6 +122,27 @@ def importance_loss(combine: Tensor) -> Tensor:
     return total.var(unbiased=False) / total.mean().square()
 
 
+def regularize(dispatch: Tensor, combine: Tensor, entropy_weights: Tensor | float,
+               entropy_on: str, importance_weight: float
+               ) -> tuple[Tensor, dict[str, Tensor]]:
+    """The terms of Eq. 8 that see the router alone -> (their sum, metrics).
+
+    dispatch and combine [blocks, B, T, E]; the other arguments: see `explore_losses`.
+    """
+    weights = dispatch if entropy_on == "dispatch" else combine
+    entropy = dispatch_entropy(weights.flatten(0, 1))
+    regularizer = -(entropy_weights * entropy).sum()               # Eq. 7
+    metrics = {"entropy_loss": regularizer,
+               "entropy": dispatch_entropy(dispatch.flatten(0, 1)),
+               "dispatch_cv": variation(dispatch.mean(0)[:, 1:]),
+               "cls_share": dispatch[:, :, 0].mean((0, 1))}
+    if importance_weight:
+        importance = torch.stack([importance_loss(each) for each in combine]).mean()
+        metrics["importance_loss"] = importance
+        regularizer = regularizer + importance_weight * importance
+    return regularizer, metrics
+
+
 def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
                    objectives: tuple[str, ...] = ("token", "cls"),
                    loss_block: int | list[int] | None = None,
@@ -154,7 +175,10 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     metrics = {}
 
     def couple(name: str, loss: Tensor, patches: Tensor, expert: int | None):
-        """Adds the mean of `loss` [B, N] over `patches` [B, N], weighted by `expert`."""
+        """Adds the mean of `loss` [B, N] over `patches` [B, N], weighted by `expert`.
+
+        The token loss of sparse encoding is [B, V].
+        """
         plain = routed_mean(loss, patches)
         if not routings or expert is None:
             losses[name] = plain
@@ -200,17 +224,9 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     metrics |= losses
     regularizer = targets.new_zeros(())
     if routings:
-        weights = dispatch if entropy_on == "dispatch" else combine
-        entropy = dispatch_entropy(weights.flatten(0, 1))
-        regularizer = -(entropy_weights * entropy).sum()               # Eq. 7
-        metrics["entropy_loss"] = regularizer
-        metrics["entropy"] = dispatch_entropy(dispatch.flatten(0, 1))
-        metrics["dispatch_cv"] = variation(dispatch.mean(0)[:, 1:])
-        metrics["cls_share"] = dispatch[:, :, 0].mean((0, 1))
-        if importance_weight:
-            importance = torch.stack([importance_loss(each) for each in combine]).mean()
-            metrics["importance_loss"] = importance
-            regularizer = regularizer + importance_weight * importance
+        regularizer, more = regularize(dispatch, combine, entropy_weights, entropy_on,
+                                       importance_weight)
+        metrics |= more
     metrics = {name: value.detach() for name, value in metrics.items()}
     return (torch.stack([losses[name] for name in objectives]), regularizer,
             metrics)
