@@ -1456,15 +1456,18 @@ def test_classes_are_those_of_train(tmp_path):
 
 def test_folders_that_do_not_fit_are_named(capsys, stage, tmp_path):
     folder = tmp_path / "data"
-    argv = {name: stage(name, "", "--data", str(folder)) for name in ("pretrain", "finetune")}
+    argv = {name: stage(name, "", "--data", str(folder))
+            for name in ("pretrain", "finetune", "segment")}
 
     def said(name):
         return refusal(capsys, name, *argv[name])
     assert f"--data {folder}: no such folder; expected {folder}/train/CLASS/*" in said("finetune")
     assert "and sh demo.sh needs none" in said("finetune")
     assert f"--data {folder}: no such file or folder; expected images" in said("pretrain")
+    assert f"--data {folder}: no such folder; expected ADE20K's layout" in said("segment")
     (folder / "photos").mkdir(parents=True)
     assert f"--data {folder}: {folder}/train/ is not there; expected " in said("finetune")
+    assert f"--data {folder}: no image in {folder}/images/training; expected " in said("segment")
     assert f"--data {folder}: no image in {folder} or in the folders" in said("pretrain")
     (folder / "train").mkdir()
     assert f"--data {folder}: no image in {folder}/train or in the folders" in said("pretrain")
