@@ -579,6 +579,16 @@ def test_the_equilibrium_lambda_is_minus_covariance_over_the_sum_of_variances(de
         assert not found.requires_grad
 
 
+def test_the_equilibrium_lambda_of_several_loss_blocks_is_that_of_their_mean_weights():
+    case = make_case()
+    _, several = couple(case, ("token",), loss_block=(1, 3))
+    mean = sum(routing.dispatch for routing in case.pred.routing.values()) / 2
+    case.pred.routing[3] = model.Routing(mean, mean)
+    _, one = couple(case, ("token",))
+    for name in ("routing_gain", "routing_spread"):
+        assert several[name].item() == pytest.approx(one[name].item(), rel=1e-6)
+
+
 def test_a_router_at_its_equilibrium_has_no_reason_to_change_its_scale():
     """Near uniform weights, where the expansion of Eq. 8 holds."""
     case = make_case()
@@ -922,6 +932,18 @@ def test_weights_for_imagenets_normalization_keep_their_bits(tmp_path, kind):
     loaded = checkpoint.load_encoder(tmp_path / "x.pt").patch_embed.proj
     assert torch.equal(loaded.weight, state["patch_embed.proj.weight"])
     assert torch.equal(loaded.bias, state["patch_embed.proj.bias"])
+
+
+@pytest.mark.parametrize("name", ("mean", "std"))
+def test_weights_that_share_one_half_of_imagenets_normalization_take_the_other(tmp_path, name):
+    """MEAN alone differs, or STD alone."""
+    said = {"mean": model.IMAGENET_MEAN, "std": model.IMAGENET_STD} | {name: (0.5, 0.4, 0.3)}
+    theirs = nano(dim=192).eval()
+    torch.save({"model": theirs.state_dict(), "heads": 3} | said, tmp_path / "x.pt")
+    images = torch.rand(2, 3, 32, 32)
+    expected, _ = theirs(TF.normalize(images, said["mean"], said["std"]))
+    found, _ = checkpoint.load_encoder(tmp_path / "x.pt").eval()(normalized(images))
+    assert torch.allclose(found, expected, atol=1e-4)
 
 
 def test_a_normalization_is_folded_in_float64_and_rounded_once(tmp_path):
@@ -1340,8 +1362,9 @@ def test_an_orientation_that_torchvision_does_not_find_is_applied(tmp_path, segm
     Image.fromarray(PICTURE).save(path, exif=exif)
     jpeg = path.read_bytes()
     jfif = 4 + int.from_bytes(jpeg[4:6], "big")      # the segment that comes first
+    long = b"\xff\xed" + (702).to_bytes(2, "big") + 700 * b" "      # its length takes two bytes
     app1 = b"\xff\xe1" + (len(segment) + 2).to_bytes(2, "big") + segment
-    path.write_bytes(jpeg[:jfif] + app1 + jpeg[jfif:])
+    path.write_bytes(jpeg[:jfif] + long + app1 + jpeg[jfif:])
     upright = ImageOps.exif_transpose(Image.open(path))
     assert upright.size == (64, 80)
     assert torch.equal(data.read_image(path), TF.pil_to_tensor(upright))
@@ -2022,6 +2045,7 @@ def plain_pretraining(args, world=1):
     experts = 2 if args.loss_router else args.experts
     lambdas = (args.entropy_weight + args.entropy_weight[-1:] * experts)[:experts]
     plain.lambdas = []
+    plain.totals = []
     blocks = args.loss_block or encoder.moe_blocks[-1:]
     if args.loss_router:
         blocks = [len(encoder.blocks)]
@@ -2072,7 +2096,9 @@ def plain_pretraining(args, world=1):
         plain.lambdas.append(lambdas)
         plain.weights.append(weights.tolist())
         plain.losses.append(values.tolist())
-        (share * ((weights * values).sum() + regularizer)).backward()
+        total = (weights * values).sum() + regularizer
+        plain.totals.append(total.item())
+        (share * total).backward()
     return plain
 
 
@@ -2104,6 +2130,7 @@ def test_pretraining_equals_a_plain_loop(stage, monkeypatch, flags):
     assert bool(recomputed) == ("recompute" in flags)
     plain = plain_pretraining(pretrain.parse_args(argv))
     plain.equals(state, log)
+    assert log[-1]["loss"] == pytest.approx(np.mean(plain.totals), rel=1e-3)
     assert log[-1]["objective_weights"] == pytest.approx(np.mean(plain.weights, 0), rel=1e-3)
     if " ".join(state["model"]).count(".scale"):
         assert log[-1]["lambda"] == pytest.approx(np.mean(plain.lambdas, 0), rel=1e-3)
@@ -2462,6 +2489,15 @@ def test_a_run_resumes_with_its_own_stage_and_flags_alone(capsys, stage):
     assert "holds a run of pretrain.py: give another --out" in error
 
 
+def test_a_flag_that_only_the_last_checkpoint_knows_keeps_it_from_resuming(
+        capsys, stage, tmp_path):
+    """As of another version, which had more flags."""
+    state, _ = train(stage("pretrain", "--max-steps 1"))
+    torch.save(state | {"args": state["args"] | {"old_flag": 3}}, tmp_path / "run" / "last.pt")
+    error = refusal(capsys, "pretrain", *stage("pretrain"))
+    assert "(--old-flag was 3, is None)" in error
+
+
 def test_flags_that_say_where_or_how_fast_are_free(stage, monkeypatch, tmp_path):
     free = {"data", "teacher", "checkpoint", "out", "workers", "micro_batch", "compile",
             "recompute", "amp", "save_every", "save_minutes", "max_steps"}
@@ -2597,13 +2633,13 @@ def test_long_epochs_are_saved_by_the_clock(stage, monkeypatch, minutes, steps):
 def test_the_best_checkpoint_is_that_of_the_highest_score_also_after_a_restart(
         stage, monkeypatch, tmp_path):
     scores = iter([dict(top1=50.0, top5=90.0), dict(top1=80.0, top5=85.0),
-                   dict(top1=60.0, top5=99.0)])
+                   dict(top1=60.0, top5=99.0), dict(top1=80.0, top5=99.0)])
     monkeypatch.setattr(finetune, "evaluate", lambda *args: next(scores))
-    argv = stage("finetune", "--epochs 3 --save-every 1")
+    argv = stage("finetune", "--epochs 4 --save-every 1")
     play("finetune", [*argv, "--max-steps", "8"])
     best, state, log = play("finetune", argv)
     assert best == state["best"] == {"top1": 80.0, "top5": 85.0}
-    assert [line["top1"] for line in log] == [50.0, 80.0, 60.0]
+    assert [line["top1"] for line in log] == [50.0, 80.0, 60.0, 80.0]      # the first of equals
     assert checkpoint.load_checkpoint(tmp_path / "run" / "best.pt")["step"] == 8
 
 
@@ -2872,6 +2908,7 @@ def test_bad_flags_are_refused_by_name(capsys, stage, tmp_path, monkeypatch, fla
 @pytest.mark.parametrize("name, flags, expected", (
     ("segment", "--crop-size 50", "--crop-size 50 is not a multiple of the patch size 8"),
     ("segment", "--warmup-iterations 9", "--warmup-iterations 9 leaves nothing of"),
+    ("segment", "--warmup-iterations 8", "--warmup-iterations 8 leaves nothing of"),
     ("segment", "--data nowhere", "expected ADE20K's layout"),
     ("finetune", "--recipe none fr", "none excludes the others"),
     ("finetune", "--recipe fr --expert-dropout 0.4", "--expert-dropout needs --recipe exd"),
