@@ -3192,16 +3192,17 @@ def test_sliding_windows_of_a_pointwise_model_are_the_whole_image():
 
 
 def test_no_more_than_16_windows_are_in_one_batch():
-    images = torch.randn(1, 3, 12, 200)      # 25 windows
+    images = torch.randn(1, 3, 12, 300)      # 37 windows
     sizes = []
 
     def model(x):
         sizes.append(len(x))
         return x * len(sizes)      # what a window gets depends on its batch
     mean = segment.sliding_window(model, images, 12, 8)
-    assert sizes == [16, 9]
+    assert sizes == [16, 16, 5]
     assert torch.equal(mean[..., :128], images[..., :128])
-    assert torch.allclose(mean[..., 132:], 2 * images[..., 132:])
+    assert torch.allclose(mean[..., 132:256], 2 * images[..., 132:256])
+    assert torch.allclose(mean[..., 260:], 3 * images[..., 260:])
 
 
 def test_scores_of_a_hand_counted_case():
