@@ -26,7 +26,7 @@ PANELS = (
      ("pixel", "pixel_unweighted")),
     ("weighted / unweighted token loss", "ratio, 1 is neutral", ("token_ratio",)),
     ("variation of expert 0's weights", "standard deviation / mean", ("dispatch_cv",)),
-    ("lambda (dashed: equilibrium lambda)", "lambda of expert 0", ("lambda", "equilibrium_lambda")),
+    ("lambda (dashed: equilibrium, if above 0)", "lambda of expert 0", ("lambda", "equilibrium_lambda")),
     ("learning rate", "AdamW's rate", ("lr",)),
     ("k-NN accuracy", "top-1 (%)", ("knn",)),
     ("validation accuracy", "top-1 (%)", ("top1",)),

@@ -11,9 +11,11 @@ It writes
   routing.json     all numbers
 
 Of one or two checkpoints, the pictures show the first eight experts. Of more, they show expert 0,
-whose weights are those of the token loss. If the data set has object masks, "foreground_auc" is
-the area under the ROC curve of an expert's weights as a score for patches on the object: 1 if
-all of them weigh more than the background, 0.5 by chance.
+whose weights are those of the token loss. "silhouette" says how well tokens are separated by the
+expert that gives them most weight, from -1 to 1; "usage" is an expert's mean combine weight; and
+"correlation" is that of expert 0's weights and the token loss. If the data set has object masks,
+"foreground_auc" is the area under the ROC curve of an expert's weights as a score for patches on
+the object: 1 if all of them weigh more than the background, 0.5 by chance.
 """
 
 import json

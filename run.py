@@ -135,7 +135,8 @@ class Run:
     def refuse_changes(self, state: dict):
         """Raises UserError if last.pt is of a run with other flags, input files or classes.
 
-        Another number of images is allowed, because a broken one may have been removed.
+        The folder of the images may have moved, and their number may differ, because a broken one
+        may have been removed: a printed line says so.
         """
         new = self.description["args"]
         old = state["args"]
@@ -156,9 +157,10 @@ class Run:
         if changes:
             raise UserError(f"{self.folder} holds another run ({'; '.join(changes)}): give the "
                             "same flags and files to resume, or another --out")
-        if inputs["images"] != state["inputs"]["images"] and self.machine.rank == 0:
-            print(f"--data {new['data']} had {state['inputs']['images']} images, and now has "
-                  f"{inputs['images']}: the run goes on with these")
+        before = f"{old['data']} with {state['inputs']['images']} images"
+        now = f"{new['data']} with {inputs['images']} images"
+        if before != now and self.machine.rank == 0:
+            print(f"--data was {before}, is {now}: the run goes on with these")
 
     def saved(self) -> str:
         """A sentence about what last.pt holds."""

@@ -2553,7 +2553,7 @@ def test_a_run_notices_other_contents_and_classes_in_the_same_place(
 
 
 @pytest.mark.parametrize("name", ("pretrain", "finetune"))
-def test_a_run_goes_on_with_another_number_of_images_and_says_so(
+def test_a_run_goes_on_with_another_number_of_images_or_folder_and_says_so(
         stage, photos, tmp_path, capsys, name):
     copy = shutil.copytree(photos, tmp_path / "copy")
     argv = stage(name, f"--data {copy}")
@@ -2561,8 +2561,13 @@ def test_a_run_goes_on_with_another_number_of_images_and_says_so(
     (copy / "train" / "class_1" / "0.jpg").unlink()
     capsys.readouterr()
     assert play(name, [*argv, "--max-steps", "2"])[1]["step"] == 2
-    said = f"--data {copy} had 32 images, and now has 31: the run goes on with these"
-    assert capsys.readouterr().out.splitlines()[0] == said
+    said = "--data was {} with {} images, is {} with {} images: the run goes on with these"
+    assert capsys.readouterr().out.splitlines()[0] == said.format(copy, 32, copy, 31)
+    moved = copy.rename(tmp_path / "moved")
+    assert play(name, [*argv, "--data", str(moved), "--max-steps", "3"])[1]["step"] == 3
+    assert capsys.readouterr().out.splitlines()[0] == said.format(copy, 31, moved, 31)
+    play(name, [*argv, "--data", str(moved), "--max-steps", "4"])
+    assert "goes on" not in capsys.readouterr().out
 
 
 def test_the_log_of_a_killed_run_goes_on_where_its_checkpoint_does(stage, tmp_path):

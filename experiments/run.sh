@@ -1,6 +1,6 @@
 #!/bin/sh
 # The runs behind experiments/README.md:  SEEDS="0 1 2" sh experiments/run.sh SET [ROW ...]
-# SET is noise, shapes, cifar or, after that, transfer; without a ROW, those of its table. A stopped run
+# SET is noise, shapes, cifar or, after that, transfer; without a ROW, the main ones. A stopped run
 # resumes, a finished one is not repeated. On more cores: make the teacher (ROW teacher), then start a process
 # for each seed. CIFAR, FULL, CAMVID: the folders of cifar, see README. RUNS: where runs go (default: runs).
 # MORE: flags of all trainings. Folders are absolute, or as seen from the repository.
