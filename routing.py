@@ -152,8 +152,7 @@ def load(path: str, args, machine: common.Machine
         raise common.UserError(f"{path} has no experts: there is no routing to show")
     block = args.block
     if block is None:
-        loss_blocks = checkpoint["args"].get("loss_block") or list(routers)
-        block = loss_blocks[-1]
+        block = max(checkpoint["args"].get("loss_block") or routers)
     if block not in routers:
         raise common.UserError(f"--block {block} has no experts: the MoE blocks are "
                                f"{' '.join(map(str, routers))}")
@@ -167,6 +166,7 @@ def load_student(checkpoint: dict) -> Explore:
     """The student of a pretraining checkpoint, or a new one around another stage's encoder."""
     encoder = load_encoder(checkpoint)
     state = checkpoint["model"]
+    # only its size matters without a teacher, because then it is not used
     head = state.get("head.weight", torch.empty(1, encoder.dim))
     student = Explore(encoder, len(head), loss_router="loss_router.phi" in state)
     student.load_state_dict(state, strict=False)      # without mask token and pixel decoder

@@ -3369,7 +3369,7 @@ def write_student(tmp_path, request):
             write_checkpoint(teacher)
         (tmp_path / name).mkdir()
         torch.save({"model": student.state_dict(), "encoder": student.encoder.config,
-                    "args": {"teacher": str(teacher), "loss_block": [1, 3]} | args,
+                    "args": {"teacher": str(teacher), "loss_block": [3, 1]} | args,
                     "inputs": {"teacher": checkpoint.digest_input(str(teacher))}},
                    tmp_path / name / "last.pt")
         return str(tmp_path / name / "last.pt")
