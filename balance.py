@@ -1,8 +1,8 @@
 """The weights of whole terms of Eq. 8: w of the objectives, and lambda of the entropies.
 
 Needs nothing but torch. w is fixed, or follows one of the paper's baselines, GradNorm and RLW.
-`forward` gives the weights [K] for the losses [K] of a micro-batch; what learns does so in
-`update`, which is called once at the end of each step.
+`forward` gives the weights w [K] for the losses [K] of a micro-batch. What learns, does so in
+`update`, which is called once at the end of each step and changes `weights` in place.
 """
 
 import torch
@@ -36,7 +36,7 @@ class RandomLossWeighting(FixedWeights):
         self.seed = seed
 
     def forward(self, step: int, losses: Tensor) -> Tensor:
-        # a prime above the number of steps, so that no two pairs (seed, step) share a number
+        # more than the number of steps, so that no two pairs (seed, step) share a number
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         return self.weights.copy_(torch.randn(len(losses), generator=generator).softmax(0),
                                   non_blocking=True)
@@ -57,10 +57,10 @@ class GradNorm(FixedWeights):
         self.register_buffer("first", torch.zeros_like(weights))      # 0 until it is known
         self.shared = list(shared.parameters())
         self.alpha, self.lr, self.scaler = alpha, lr, scaler
-        self.collected = []      # a row [K, 1 + G] of each micro-batch: loss and gradient
+        self.collected = []      # of each micro-batch, [K, 1 + P]: losses, gradients at `shared`
 
     def forward(self, step: int, losses: Tensor) -> Tensor:
-        # without the scale, small gradients would be zero in FP16
+        # Without the scale, small gradients would be zero in FP16. The tensor stays on the GPU.
         scale = self.scaler.scale(torch.ones_like(losses[0]))
         rows = []
         for loss in scale * losses:
@@ -77,10 +77,10 @@ class GradNorm(FixedWeights):
         rate = losses / self.first
         weighted = self.weights * norms
         target = weighted.mean() * (rate / rate.mean()) ** self.alpha
-        step = self.lr * torch.sign(weighted - target) * norms
-        stepped = (self.weights - step).clamp_min(1e-3)
-        stepped = stepped * len(stepped) / stepped.sum()
-        self.weights.copy_(torch.where(stepped.isfinite().all(), stepped, self.weights))
+        change = self.lr * torch.sign(weighted - target) * norms
+        changed = (self.weights - change).clamp_min(1e-3)      # ours: no weight becomes negative
+        changed = changed * len(changed) / changed.sum()
+        self.weights.copy_(torch.where(changed.isfinite().all(), changed, self.weights))
 
 
 class EntropyWeights(nn.Module):
@@ -89,9 +89,10 @@ class EntropyWeights(nn.Module):
     The last of `weights` counts for the remaining experts.
 
     A router settles where the equilibrium lambda, gain over spread of `losses.routing_gain`,
-    equals lambda. As long as the weights are nearly uniform, expert 0's variation times the
-    equilibrium lambda is roughly constant, so dividing this product by the wanted variation gives
-    the lambda to set, for all experts. Both factors are running means over about ten steps.
+    equals lambda. As long as the weights are nearly uniform, the gain grows with their variation,
+    and the spread with its square. So expert 0's variation times the equilibrium lambda is roughly
+    constant, and dividing this product by the wanted variation gives the lambda to set, for all
+    experts. Both factors are running means over about ten steps.
     """
 
     def __init__(self, weights: list[float], experts: int, variation: float | None = None):
@@ -104,13 +105,13 @@ class EntropyWeights(nn.Module):
         self.collected = []      # of each micro-batch: variation, gain, spread
 
     def collect(self, metrics: dict[str, Tensor]):
-        """Takes what it needs out of the metrics of a micro-batch."""
+        """Keeps what `update` needs of a micro-batch; removes gain and spread from `metrics`."""
         gain = metrics.pop("routing_gain")
         spread = metrics.pop("routing_spread")
         self.collected.append(torch.stack([metrics["dispatch_cv"][0], gain, spread]))
 
     def update(self) -> dict[str, Tensor]:
-        """Follows the step -> metrics: lambda in this step, and the equilibrium lambda.
+        """Sets lambda for the next step -> metrics of this one: lambda, equilibrium lambda.
 
         Gain and spread are averaged over micro-batches and processes before they are divided:
         the ratio does not depend on how many there are.
@@ -121,10 +122,11 @@ class EntropyWeights(nn.Module):
         if self.variation:
             finite = new.isfinite().all()
             self.steps += finite
+            # the plain mean of the first ten steps, and then a running mean
             means = self.means.lerp(new, (1 / self.steps).clamp_min(0.1))
             self.means.copy_(torch.where(finite, means, self.means))
             weight = self.means.prod() / self.variation
-            # a router starts anywhere, also where the equilibrium lambda is negative
+            # a new router's equilibrium lambda can be negative; any small positive number will do
             weight = weight.clamp_min(1e-4)
             self.weights.copy_(torch.where(finite, weight, self.weights))
         return metrics

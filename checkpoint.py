@@ -214,7 +214,7 @@ def digest_input(name: str) -> str:
     a tag or timm/NAME, stands for itself.
     """
     model, _, file = name.partition("/")
-    for prefix, path in ("", Path(name)), (f"{model}/", Path(file)):
+    for prefix, path in (("", Path(name)), (f"{model}/", Path(file))):
         if path.is_file():
             sha = hashlib.sha256()
             with open(path, "rb") as opened:

@@ -181,6 +181,7 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None,
     args = parser.parse_args(argv, argparse.Namespace(stage=stage))
     if not args.out:
         parts = [stage]
+        # these three may change when a run resumes, but they say what the run is
         unnamed = {"stage", *FREE_FLAGS} - {"teacher", "checkpoint", "data"}
         for name, value in sorted(vars(args).items()):
             if name not in unnamed and value != parser.get_default(name):
@@ -275,7 +276,7 @@ def seed_everything(*key: int):
     a step: drop path, Expert Dropout, dropout and mixup.
     """
     state = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
-    torch.manual_seed(int(state) >> 1)      # of 64 bits, because a signed 64-bit seed has 63
+    torch.manual_seed(int(state) >> 1)      # any 63 bits would do; these are those of all runs
 
 
 def lock(folder: Path, wait: bool = False) -> contextlib.ExitStack:
@@ -348,9 +349,10 @@ def make_plan(args: argparse.Namespace, world: int, images: int, *, unit: str = 
         unit_steps = 1
     if warmup >= length:
         raise UserError(f"--warmup-{unit} {warmup:g} leaves nothing of --{unit} {length}")
-    return Plan(micro_batch, share // micro_batch, epoch_steps, length * unit_steps,
-                round(warmup * unit_steps), args.save_every * unit_steps, args.lr, args.min_lr,
-                decay)
+    return Plan(micro_batch=micro_batch, micro_steps=share // micro_batch,
+                epoch_steps=epoch_steps, steps=length * unit_steps,
+                warmup=round(warmup * unit_steps), save_every=args.save_every * unit_steps,
+                lr=args.lr, min_lr=args.min_lr, decay=decay)
 
 
 def adamw(model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float],

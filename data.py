@@ -255,9 +255,9 @@ def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
     numbers = []
     while missing and failures < 10:
         numbers = numbers or rng.random((32, 4)).tolist()      # one call takes less time than 32
-        area, aspect, y, x = numbers.pop()
-        area = smallest + area * max(0, missing - smallest)
-        aspect = 0.3 ** (2 * aspect - 1)
+        share, tilt, y, x = numbers.pop()      # each in [0, 1)
+        area = smallest + share * max(0, missing - smallest)
+        aspect = 0.3 ** (2 * tilt - 1)
         h = round(math.sqrt(area * aspect))
         w = round(math.sqrt(area / aspect))
         failures += 1

@@ -1,10 +1,11 @@
-"""Supervised training: finetuning with the paper's recipes, or a teacher from scratch.
+"""Supervised training: finetuning with the paper's recipes, or a classifier from scratch.
 
     torchrun --nproc_per_node 4 finetune.py runs/pretrain/epoch_0300.pt
     python finetune.py --model vit_nano --data shapes --image-size 48 --patch-size 6 \\
         --augment plain --layer-decay 1
 
-The first finetunes with FR + FA + ExD, if the encoder has experts.
+The first finetunes an encoder with experts by all of --recipe. The second trains a classifier,
+which can be the teacher of a pretraining run.
 """
 
 import random
@@ -24,7 +25,7 @@ from common import UserError, number, positive_int
 from model import IMAGENET_MEAN, IMAGENET_STD, PRESETS, ViT, build_vit
 from run import Run
 
-EVAL_BATCH = 256      # images of a process; any number gives the same scores
+EVAL_BATCH = 256      # images of one forward pass; any number gives the same scores
 
 
 def parse_args(argv: list[str] | None = None):
@@ -58,6 +59,7 @@ def parse_args(argv: list[str] | None = None):
 
 
 def add_supervised_flags(parser):
+    """The flag of finetuning and probes."""
     group = parser.add_argument_group("supervision")
     group.add_argument(
         "--augment", choices=("strong", "plain"), default="strong",
@@ -98,6 +100,8 @@ def rand_augment(size: int):
 
 def random_erasing(rng: np.random.Generator, image: Tensor, probability: float = 0.25):
     """timm's random erasing: noise in a box of 2 to 33 % of the area of uint8 [3, S, S], in place.
+
+    The ranges are timm's. The noise is as well, but for clipping to what uint8 can hold.
     """
     if rng.random() >= probability:
         return
@@ -127,13 +131,17 @@ class StrongViews(data.TrainViews):
         image = TF.pil_to_tensor(self.rand_augment(TF.to_pil_image(view["image"])))
         if self.erase:
             random_erasing(rng, image)
+        # no color jitter: its factors are 1
         return view | dict(image=image, jitter=np.ones_like(view["jitter"]))
 
 
 # ----------------------------------------------------------------------------- transfer
 
 def apply_recipe(args, encoder: ViT):
-    """FR freezes the routers' phi and scale, FA freezes attention, ExD drops experts (Table 4)."""
+    """FR freezes the routers' phi and scale, FA freezes attention, ExD drops experts (Table 4).
+
+    Changes `encoder` in place. Raises UserError if --recipe does not fit it.
+    """
     moes = [encoder.blocks[i].mlp for i in encoder.moe_blocks]
     recipe = args.recipe or (["fr", "fa", "exd"] if moes else ["none"])
     if "none" in recipe and len(recipe) > 1:
@@ -144,8 +152,9 @@ def apply_recipe(args, encoder: ViT):
     if args.expert_dropout is not None and "exd" not in recipe:
         raise UserError("--expert-dropout needs --recipe exd")
     for name, parameter in encoder.named_parameters():
-        router = name.endswith(("mlp.phi", "mlp.scale"))
-        frozen = "fr" in recipe and router or "fa" in recipe and ".attn." in name
+        in_router = name.endswith(("mlp.phi", "mlp.scale"))
+        in_attention = ".attn." in name
+        frozen = ("fr" in recipe and in_router) or ("fa" in recipe and in_attention)
         parameter.requires_grad_(not frozen)
     if "exd" in recipe:
         for moe in moes:
@@ -155,8 +164,9 @@ def apply_recipe(args, encoder: ViT):
 def layerwise_lr(depth: int, decay: float):
     """Layer-wise decay of the learning rate -> a function of a parameter's name.
 
-    The head learns at the whole rate, the last block at `decay` times the rate, and each layer
-    below at `decay` times that of the layer above. The embeddings are the lowest layer.
+    What follows the last block, such as the final norm and the head, learns at the whole rate, the
+    last block at `decay` times the rate, and each layer below at `decay` times that of the layer
+    above. The embeddings are the lowest layer.
     """
     def lr_scale(name: str) -> float:
         name = name.removeprefix("encoder.")
@@ -206,13 +216,13 @@ def evaluate(model: nn.Module, views: data.CenterViews,
              machine: common.Machine) -> dict[str, float]:
     """-> top-1 and top-5 accuracy in percent over all of `views` and all processes"""
     model.eval()
-    machine.share_buffers(model)
+    machine.share_buffers(model)      # BatchNorm's statistics differ between processes
     hits = torch.zeros(2, dtype=torch.long, device=machine.device)
     for batch in data.eval_batches(views, EVAL_BATCH, machine):
         with machine.autocast():
             logits = model(data.normalize(batch["image"] / 255))
-        best = logits.topk(min(5, logits.shape[1]), dim=1).indices
-        correct = best == batch["label"][:, None]
+        top = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        correct = top == batch["label"][:, None]
         hits += torch.stack([correct[:, 0].sum(), correct.sum()])
     model.train()
     top1, top5 = machine.sum(hits).tolist()
@@ -220,13 +230,13 @@ def evaluate(model: nn.Module, views: data.CenterViews,
 
 
 def fit(args, machine: common.Machine, plan: common.Plan, model: nn.Module,
-        views: data.CenterViews, compute_loss, evaluate,
-        lr_scale=lambda name: 1.0) -> dict[str, float]:
+        views, compute_loss, score, lr_scale=lambda name: 1.0) -> dict[str, float]:
     """The supervised loop, which linprobe.py and segment.py use too -> the best scores.
 
-    model has an `encoder`. compute_loss(model, batch) returns metrics, among them "loss", which is
-    what the gradient is of. evaluate() returns scores in percent, and the first of them decides
-    which step is the best. lr_scale: see `common.adamw`.
+    model has an `encoder`. views: of training images, as `data.TrainViews` are. compute_loss(model,
+    batch) returns metrics, among them "loss", which is what the gradient is of. score() evaluates:
+    it returns scores in percent, and the first of them decides which evaluation is the best.
+    lr_scale: see `common.adamw`.
     """
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
     run = Run(args, machine, plan, views.dataset, model.encoder.config, model=model,
@@ -253,14 +263,14 @@ def fit(args, machine: common.Machine, plan: common.Plan, model: nn.Module,
             run.log.add({name: value.detach() for name, value in metrics.items()})
 
         run.log.add(common.optimizer_step(optimizer, machine.scaler, args.clip_grad))
-        run.end_step(step, evaluate)
+        run.end_step(step, score)
     return run.report()
 
 
 def fit_classifier(args, machine: common.Machine, model: Classifier,
                    dataset: data.ImageDataset, val: data.ImageDataset,
                    lr_scale=lambda name: 1.0, erase: bool = False) -> dict[str, float]:
-    """Trains a classifier on labels -> the best epoch's scores on `val`.
+    """Trains a classifier on labels -> the scores on `val` of the best evaluation
 
     `erase` adds random erasing to strong augmentation.
     """
@@ -273,25 +283,26 @@ def fit_classifier(args, machine: common.Machine, model: Classifier,
     mix = v2.RandomChoice([v2.MixUp(alpha=0.8, num_classes=classes),
                            v2.CutMix(alpha=1.0, num_classes=classes)])
 
-    def compute_loss(model: nn.Module, batch: dict) -> dict[str, Tensor]:
+    def compute_loss(parallel: nn.Module, batch: dict) -> dict[str, Tensor]:
         images, target = data.normalize(data.augment(batch)), batch["label"]
-        if strong and classes > 1:
+        if strong:
             images, target = mix(images, target)      # target [B, C], which sums to 1
         with machine.autocast():
-            logits = model(images)
+            logits = parallel(images)
         return {"loss": F.cross_entropy(logits.float(), target,
                                         label_smoothing=0.1 if strong else 0.0)}
 
     return fit(args, machine, plan=common.make_plan(args, machine.world, len(dataset)),
                model=model, views=views, compute_loss=compute_loss,
-               evaluate=lambda: evaluate(model, val_views, machine), lr_scale=lr_scale)
+               score=lambda: evaluate(model, val_views, machine), lr_scale=lr_scale)
 
 
 def main(args) -> dict[str, float]:
-    """-> top-1 and top-5 accuracy of the best epoch on val/, in percent"""
+    """-> top-1 and top-5 accuracy of the best evaluation on val/, in percent"""
     machine = common.Machine(args)
     checkpoint = load_checkpoint(args.checkpoint) if args.checkpoint else {}
-    config = checkpoint.get("encoder", dict(image_size=224, patch_size=args.patch_size or 16))
+    config = checkpoint.get("encoder",      # the arguments of ViT
+                            dict(image_size=224, patch_size=args.patch_size or 16))
     image_size = args.image_size or config["image_size"]
     patch_size = config["patch_size"]
     if image_size % patch_size:
@@ -301,7 +312,8 @@ def main(args) -> dict[str, float]:
 
     common.seed_everything(args.seed)
     if checkpoint:
-        encoder = load_encoder(checkpoint, image_size // patch_size, args.drop_path)
+        encoder = load_encoder(checkpoint, grid=image_size // patch_size,
+                               drop_path=args.drop_path)
     else:
         encoder = build_vit(args.model or "vit_base", image_size=image_size,
                             patch_size=patch_size, drop_path=args.drop_path)

@@ -59,7 +59,7 @@ class EfficientProbe(nn.Module):
 
 
 def main(args) -> dict[str, float]:
-    """-> top-1 and top-5 accuracy of the best epoch on val/, in percent"""
+    """-> top-1 and top-5 accuracy of the best evaluation on val/, in percent"""
     machine = common.Machine(args)
     encoder = load_encoder(args.checkpoint).requires_grad_(False)
     dataset, val = (data.open_images(args.data, split, encoder.config["image_size"])

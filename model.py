@@ -14,15 +14,18 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-# of ImageNet's pixels in [0, 1], as torchvision and timm have them: red, green, blue
+# Mean and standard deviation of ImageNet's pixels in [0, 1] (red, green, blue), as torchvision
+# and timm have them.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
+# Those of ViT and DeiT, but for vit_nano, which is ours, for small images and CPUs. The paper's is
+# vit_base, with patches of 16 pixels.
 PRESETS = {
-    "vit_nano": dict(dim=96, depth=4, heads=3),      # ours, for small images and CPUs
-    "vit_tiny": dict(dim=192, depth=12, heads=3),    # the others are as in ViT and DeiT
+    "vit_nano": dict(dim=96, depth=4, heads=3),
+    "vit_tiny": dict(dim=192, depth=12, heads=3),
     "vit_small": dict(dim=384, depth=12, heads=6),
-    "vit_base": dict(dim=768, depth=12, heads=12),   # the paper's ViT-B/16
+    "vit_base": dict(dim=768, depth=12, heads=12),
     "vit_large": dict(dim=1024, depth=24, heads=16),
 }
 DECODER = dict(dim=512, depth=8, heads=16)      # App. E
@@ -31,9 +34,10 @@ DECODER = dict(dim=512, depth=8, heads=16)      # App. E
 # ----------------------------------------------------------------------------- Soft-MoE
 
 class Routing(NamedTuple):
-    """The routing weights of one Soft-MoE block, both from the same logits (Eq. 4).
+    """The weights that one router gives, both from the same logits (Eq. 4).
 
-    dispatch says how much each token gives to an expert's slot, and sums to 1 over tokens.
+    dispatch says how much each token gives to an expert's input, its slot, and sums to 1 over
+    tokens.
     combine says how much of each expert's output a token takes, and sums to 1 over experts.
     """
     dispatch: Tensor   # [B, T, E]
@@ -47,8 +51,8 @@ class Router(nn.Module):
         super().__init__()
         self.phi = nn.Parameter(torch.empty(dim, experts))   # what each expert looks for
         self.scale = nn.Parameter(torch.ones(()))            # 1 / temperature of the softmaxes
-        # what kaiming_uniform_ gives on [dim, experts], which the authors' code calls
-        nn.init.uniform_(self.phi, -experts ** -0.5, experts ** -0.5)
+        # the bound is 1 / sqrt(experts), but only the direction of each phi counts
+        nn.init.kaiming_uniform_(self.phi, a=math.sqrt(5))
 
     def route(self, x: Tensor) -> Routing:
         """x [B, T, D] -> weights [B, T, E], in float32 even if x has half precision."""
@@ -85,9 +89,10 @@ class SoftMoE(Router):
         routing = self.route(x)
         slots = torch.einsum("bte,btd->ebd", routing.dispatch.to(x.dtype), x)      # [E, B, D]
         hidden = F.gelu(torch.baddbmm(self.b1[:, None], slots, self.w1))           # [E, B, H]
-        slots = torch.baddbmm(self.b2[:, None], hidden, self.w2)
-        slots = slots * F.dropout(torch.ones_like(slots[..., :1]), self.dropout, self.training)
-        return torch.einsum("bte,ebd->btd", routing.combine.to(slots.dtype), slots), routing
+        outputs = torch.baddbmm(self.b2[:, None], hidden, self.w2)                 # [E, B, D]
+        kept = F.dropout(torch.ones_like(outputs[..., :1]), self.dropout, self.training)
+        outputs = outputs * kept
+        return torch.einsum("bte,ebd->btd", routing.combine.to(outputs.dtype), outputs), routing
 
 
 # ------------------------------------------------------------------- Vision Transformer
@@ -127,7 +132,9 @@ class DropPath(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * F.dropout(x.new_ones(len(x), 1, 1), self.p) if self.training and self.p else x
+        if not (self.training and self.p):
+            return x
+        return x * F.dropout(x.new_ones(len(x), 1, 1), self.p)
 
 
 class Block(nn.Module):
@@ -144,15 +151,17 @@ class Block(nn.Module):
         self.attn = Attention(dim, heads)
         self.mlp = SoftMoE(dim, experts, 4 * dim) if experts else nn.Sequential(OrderedDict(
             fc1=nn.Linear(dim, 4 * dim), act=nn.GELU(), fc2=nn.Linear(4 * dim, dim)))
-        self.ls1 = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
-        self.ls2 = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
+        scaled = layer_scale is not None
+        self.ls1 = LayerScale(dim, layer_scale) if scaled else nn.Identity()
+        self.ls2 = LayerScale(dim, layer_scale) if scaled else nn.Identity()
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing | None]:
         """x [B, T, D] -> (x [B, T, D], the SoftMoE's Routing or None)"""
         x = x + self.drop_path(self.ls1(self.attn(self.norm1(x))))
-        y = self.mlp(self.norm2(x))
-        y, routing = y if isinstance(self.mlp, SoftMoE) else (y, None)
+        y, routing = self.mlp(self.norm2(x)), None
+        if isinstance(self.mlp, SoftMoE):
+            y, routing = y
         return x + self.drop_path(self.ls2(y)), routing
 
 
@@ -160,7 +169,8 @@ class ViT(nn.Module):
     """Vision Transformer in which a SoftMoE replaces the MLP of `moe_blocks` if experts > 0.
 
     `moe_blocks` are counted from 0; the default is 1, 3, 5, ... Parameters have timm's names: the
-    state dict of a ViT without experts loads into timm's VisionTransformer, and timm's into ours.
+    state dict of a ViT without experts loads into timm's VisionTransformer(init_values=0.1,
+    num_classes=0), and `checkpoint.load_encoder` reads timm's.
     The probability of dropping a branch rises linearly from 0 at the first block to `drop_path`
     at the last. With `recompute` set, the backward pass computes each block again from its
     input, which saves memory and costs one more forward pass.
@@ -214,7 +224,10 @@ class ViT(nn.Module):
         return self.norm(x), routings
 
     def intermediate(self, images: Tensor, blocks: list[int]) -> list[Tensor]:
-        """The patch tokens after each of `blocks`: [B, 3, S, S] -> maps [B, D, grid, grid]."""
+        """The patch tokens after each of `blocks`, which are counted from 0, without the norm.
+
+        [B, 3, S, S] -> maps [B, D, grid, grid]
+        """
         x = self.embed(images)
         maps = []
         for block in self.blocks:
@@ -240,8 +253,8 @@ def init_weights(module: nn.Module):
     """Initializes all but routers and experts, which have initialized themselves.
 
     Weights, tokens and position embeddings are drawn from a truncated normal distribution of
-    standard deviation 0.02; biases are zero. The last layer of each residual branch, also of the
-    experts, is divided by sqrt(2 * depth), where depth counts blocks from 1, as in BEiT.
+    standard deviation 0.02; biases are zero. Then the last layer of each residual branch, that of
+    the experts too, is divided by sqrt(2 * i), where i counts the blocks from 1, as in BEiT.
     """
     for name, parameter in module.named_parameters():
         if name.split(".")[-1] in ("cls_token", "pos_embed", "mask_token"):
@@ -250,10 +263,10 @@ def init_weights(module: nn.Module):
         if isinstance(layer, (nn.Linear, nn.Conv2d)):
             nn.init.trunc_normal_(layer.weight, std=0.02)
             nn.init.zeros_(layer.bias)
-    for depth, block in enumerate(getattr(module, "blocks", []), start=1):
-        mlp = block.mlp.w2 if isinstance(block.mlp, SoftMoE) else block.mlp.fc2.weight
-        mlp.div_(math.sqrt(2 * depth))
-        block.attn.proj.weight.div_(math.sqrt(2 * depth))
+    for i, block in enumerate(getattr(module, "blocks", []), start=1):
+        last = block.mlp.w2 if isinstance(block.mlp, SoftMoE) else block.mlp.fc2.weight
+        last.div_(math.sqrt(2 * i))
+        block.attn.proj.weight.div_(math.sqrt(2 * i))
 
 
 def build_vit(name: str, **overrides) -> ViT:
@@ -261,7 +274,8 @@ def build_vit(name: str, **overrides) -> ViT:
 
     `overrides` are arguments of `ViT`.
     """
-    return ViT(**dict(image_size=224, patch_size=16) | PRESETS[name] | overrides)
+    config = dict(image_size=224, patch_size=16) | PRESETS[name] | overrides
+    return ViT(**config)
 
 
 def encoder_macs(vit: ViT, tokens: int = 197) -> int:
@@ -320,7 +334,7 @@ class Prediction(NamedTuple):
     """What a student predicts from B images: the teacher's tokens, and pixels."""
     tokens: Tensor                  # [B, T, Dt], [CLS] first; Dt is the teacher's width
     pixels: Tensor | None           # of all patches, [B, N, 3 * patch_size ** 2]
-    routing: dict[int, Routing]     # of each MoE block, and last of the loss router
+    routing: dict[int, Routing]     # {MoE block: its Routing}, and that of the loss router
     ids_keep: Tensor | None         # indices [B, V] of the patches in `tokens`; None if all N
 
 
@@ -342,8 +356,10 @@ class Explore(nn.Module):
         self.visible = encoder.grid ** 2 - int(mask_ratio * encoder.grid ** 2)
         self.head = nn.Linear(encoder.dim, teacher_dim)
         init_weights(self.head)
-        mask_token = nn.Parameter(torch.empty(1, 1, encoder.dim))
-        self.mask_token = nn.init.trunc_normal_(mask_token, std=0.02) if dense else None
+        self.mask_token = None
+        if dense:
+            self.mask_token = nn.Parameter(torch.empty(1, 1, encoder.dim))
+            nn.init.trunc_normal_(self.mask_token, std=0.02)
         self.decoder = PixelDecoder(encoder, **decoder) if pixels else None
         self.loss_router = Router(encoder.dim, 2) if loss_router else None
 
@@ -353,7 +369,8 @@ class Explore(nn.Module):
         if self.dense:
             tokens, routing = self.encoder(images, mask=mask, mask_token=self.mask_token)
         else:
-            # a stable sort of 0 (visible) and 1 (masked) puts the visible patches first
+            # A stable sort of 0 (visible) and 1 (masked) puts the visible patches first, in order.
+            # App. E shuffles them, which changes nothing: each has its position embedding.
             ids_keep = mask.int().argsort(dim=1, stable=True)[:, :self.visible]
             tokens, routing = self.encoder(images, ids_keep)
         if self.loss_router:

@@ -26,7 +26,8 @@ PANELS = (
      ("pixel", "pixel_unweighted")),
     ("weighted / unweighted token loss", "ratio, 1 is neutral", ("token_ratio",)),
     ("variation of expert 0's weights", "standard deviation / mean", ("dispatch_cv",)),
-    ("lambda (dashed: equilibrium, if above 0)", "lambda of expert 0", ("lambda", "equilibrium_lambda")),
+    ("lambda (dashed: equilibrium, if above 0)", "lambda of expert 0",
+     ("lambda", "equilibrium_lambda")),
     ("learning rate", "AdamW's rate", ("lr",)),
     ("k-NN accuracy", "top-1 (%)", ("knn",)),
     ("validation accuracy", "top-1 (%)", ("top1",)),
@@ -59,7 +60,7 @@ def read_run(folder: str) -> list[dict]:
     for row in read_lines(Path(folder, "knn.jsonl")):
         path = Path(row["checkpoint"])
         found = re.fullmatch(r"last|epoch_(\d+)", path.stem)
-        if found and path.parent.name in ("", Path(folder).resolve().name):      # not of others
+        if found and path.parent.name in ("", Path(folder).resolve().name):      # not another run's
             accuracy[float(found[1] or log[-1]["epoch"])] = row["top1"]
     return log + [{"epoch": epoch, "knn": accuracy[epoch]} for epoch in sorted(accuracy)]
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 4 pretrain.py --experts 2 --objective token_cls
 
-These flags are the defaults: the paper's main model.
+Both flags are the defaults, which are the paper's main model.
 """
 
 import shlex
@@ -117,13 +117,13 @@ def parse_args(argv: list[str] | None = None):
 
 
 def check(parser, args):
-    """Refuses flags that would have no effect, and flags that contradict each other."""
+    """Refuses flags that would change nothing, and flags that contradict each other."""
     static = args.balance == "static"
     dense_pixels = args.encoding == "dense" and "pixel" in args.objective
     routed = args.experts or args.loss_router
 
     def needs(met, condition: str, *names: str):
-        """Refuses the flags `names`, if they were given, unless their condition is met."""
+        """Refuses flags that are not at their defaults, unless their condition is met."""
         for name in names:
             if not met and getattr(args, name) != parser.get_default(name):
                 parser.error(f"{common.flag(name)} needs {condition}")
@@ -134,6 +134,7 @@ def check(parser, args):
           "entropy_weight", "variation", "entropy_on", "importance_weight")
     needs(not args.variation, "a run without --variation", "entropy_weight", "entropy_on",
           "detach")
+    # losses.routing_gain assumes one routed loss, weights of one router, and w that do not change
     needs(args.loss_weights == "dispatch", "--loss-weights dispatch", "variation")
     needs(static, "--balance static", "variation")
     needs(not dense_pixels, "--encoding sparse or no pixel in --objective", "variation")
@@ -153,7 +154,7 @@ def check(parser, args):
 
     patches = (args.image_size // args.patch_size) ** 2
     masked = int(args.mask_ratio * patches)
-    experts = 2 if args.loss_router else args.experts
+    experts = 2 if args.loss_router else args.experts      # of the router that weights the losses
     depth = PRESETS[args.model]["depth"]
     blocks = args.moe_blocks or list(range(1, depth, 2))
     refuse(args.image_size % args.patch_size,
@@ -195,8 +196,8 @@ def build_balance(args, student: Explore, machine: common.Machine) -> FixedWeigh
     return FixedWeights(weights)
 
 
-def compile_step(args, machine: common.Machine, teacher: Teacher, student: Explore):
-    """Compiles the models in place, if asked to -> `explore_losses`, compiled if possible."""
+def compile_models(args, machine: common.Machine, teacher: Teacher, student: Explore):
+    """Compiles the models in place, if asked to -> `explore_losses`, compiled if possible"""
     if not machine.compile:
         return explore_losses
     teacher.compile()
@@ -218,7 +219,7 @@ def main(args):
     # a frozen teacher of the whole image, and a student of what the mask leaves
     grid = args.image_size // args.patch_size
     teacher = build_teacher(args.teacher, grid)
-    teacher.to(machine.device, machine.amp)
+    teacher.to(machine.device, machine.amp)      # amp: a dtype, or None for float32
     common.seed_everything(args.seed)
     student = build_student(args, teacher.dim).to(machine.device)
     optimizer = common.adamw(student, args.lr, args.weight_decay, args.betas)
@@ -229,8 +230,8 @@ def main(args):
     entropy = EntropyWeights(args.entropy_weight, experts, args.variation).to(machine.device)
     coupling = dict(objectives=objectives, loss_block=args.loss_block,      # Eq. 5 to 7
                     loss_weights=args.loss_weights, detach=args.detach,
-                    entropy_weights=entropy.weights, entropy_on=args.entropy_on,
-                    importance_weight=args.importance_weight)
+                    entropy_weights=entropy.weights,      # the tensor that entropy.update() changes
+                    entropy_on=args.entropy_on, importance_weight=args.importance_weight)
 
     run = Run(args, machine, plan, dataset, student.encoder.config, shown=objectives,
               model=student, optimizer=optimizer, balance=balance, entropy=entropy)
@@ -239,7 +240,7 @@ def main(args):
                  f"{args.objective}", f"{len(dataset)} images")
     if run.first == 0:
         run.save("epoch_0000.pt", 0)
-    compute_losses = compile_step(args, machine, teacher, student)
+    compute_losses = compile_models(args, machine, teacher, student)
     model = machine.parallel(student).train()
     routers = [module for module in student.modules() if isinstance(module, Router)]
     batches = run.batches(
@@ -253,7 +254,7 @@ def main(args):
             batch = next(batches)
             images, mask = data.augment(batch), batch["mask"]       # [B, 3, S, S], bool [B, N]
             with torch.no_grad():
-                targets = teacher(images)                           # [B, 1 + N, Dt]
+                targets = teacher(images)      # normalizes them itself -> [B, 1 + N, Dt]
             with machine.accumulating(model, last=micro_step == plan.micro_steps):
                 with machine.autocast():
                     pred = model(data.normalize(images), mask)
@@ -262,7 +263,7 @@ def main(args):
                 loss = (balance(step, losses) * losses).sum() + regularizer      # Eq. 8
                 machine.scaler.scale(loss / plan.micro_steps).backward()
             if routers:
-                entropy.collect(metrics)
+                entropy.collect(metrics)                  # its own: routing_gain, routing_spread
             run.log.add(metrics | {"loss": loss.detach(),
                                    "objective_weights": balance.weights.clone()})
 
@@ -271,14 +272,18 @@ def main(args):
         if routers:
             scale = torch.stack([router.scale.detach() for router in routers])
             run.log.add({"scale": scale} | entropy.update())
-        warn_of_collapse(run.end_step(step))                    # log line, checkpoint, signal
+        line = run.end_step(step)      # writes the log and checkpoints, stops after a signal
+        warn_of_collapse(line)
     out = shlex.quote(args.out)
     what = f"knn.py {out}/epoch_*.pt" if data.has_labels(args.data) else f"routing.py {out}/last.pt"
     run.report(f"next: python {what} --data {shlex.quote(args.data)} && python plot.py {out}")
 
 
 def warn_of_collapse(line: dict):
-    """Warns once of the paper's sign of collapse: weighting brings a loss far below its mean."""
+    """Warns once if weighting brings a loss far below its mean, which is how collapse shows.
+
+    The paper's collapsed run had a ratio of 0.13, and its others about 1; 0.2 is our limit.
+    """
     for name, value in line.items():
         if name.endswith("_ratio") and value < 0.2:
             warnings.warn(f"the router collapses: {name}, the ratio of weighted to unweighted "

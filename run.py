@@ -24,7 +24,7 @@ from common import FREE_FLAGS, STOP_SIGNALS, Machine, Plan, UserError, flag, lea
 
 LOG_EVERY = 20      # steps
 # A run stops after this many skipped updates in a row. They are counted in whole windows between
-# log lines, so it stops 20 to 39 steps after the first. fp16's scale starts at 2 ** 16 and halves
+# log lines, so it stops after 20 to 39 of them. fp16's scale starts at 2 ** 16 and halves
 # at each of them: after 16 it is 1, and something else must be wrong.
 PATIENCE = 20
 
@@ -211,13 +211,13 @@ class Run:
         A second Ctrl-C leaves at once. A signal that is ignored stays so, such as SIGHUP under
         nohup.
         """
-        def receive(number, frame):
-            self.signals.append(number)
-            if number == signal.SIGINT:
+        def receive(signum, frame):
+            self.signals.append(signum)
+            if signum == signal.SIGINT:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, receive)
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                signal.signal(signum, receive)
 
     def end_step(self, step: int, evaluate=None) -> dict:
         """Logs, evaluates, saves and stops, each if it is time -> the log's line, or {}.
@@ -228,8 +228,8 @@ class Run:
         scheduled = done % self.plan.save_every == 0 or done == self.plan.steps
         overdue = 0 < 60 * self.args.save_minutes <= time.monotonic() - self.saved_at
         # all processes do the same, whichever got the signal
-        overdue, number = self.machine.largest(overdue, max(self.signals, default=0))
-        saves = scheduled or overdue or number or done == self.last
+        overdue, signum = self.machine.largest(overdue, max(self.signals, default=0))      # 0: none
+        saves = scheduled or overdue or signum or done == self.last
         if not saves and done % LOG_EVERY:
             return {}
         self.line = self.measure_line(done)
@@ -243,8 +243,8 @@ class Run:
             self.save("last.pt", done, tuple(self.parts))
             self.saved_at = time.monotonic()
             self.saved_step = done
-        if number:
-            self.leave(number)
+        if signum:
+            self.leave(signum)
         self.log.restart(done)
         return self.line
 
@@ -272,13 +272,13 @@ class Run:
                             f"gradient; {self.saved()}. To try: resume with --amp bf16 or off, or "
                             "restart with a lower --lr")
 
-    def leave(self, number: int):
+    def leave(self, signum: int):
         """Ends all processes after a signal, once last.pt is written."""
         if self.machine.rank == 0:
-            print(f"{signal.Signals(number).name}: {self.saved()}; the same command resumes",
+            print(f"{signal.Signals(signum).name}: {self.saved()}; the same command resumes",
                   flush=True)
         leave_group()
-        sys.exit(130 if number == signal.SIGINT else 0)
+        sys.exit(130 if signum == signal.SIGINT else 0)
 
     def save(self, name: str, step: int, parts: tuple[str, ...] = ("model",)):
         """Writes a checkpoint of `parts`, whole or not at all, and never one that holds a NaN."""

@@ -104,7 +104,8 @@ class EvalScenes(Dataset):
         """The annotation uint8 [H, W] of an image [3, H, W]. Raises LocalError."""
         annotation = self.dataset.annotation(index)
         if annotation.shape != image.shape[1:] or annotation.max() > self.classes:
-            name = getattr(self.dataset, "annotations", range(len(self)))[index]
+            files = getattr(self.dataset, "annotations", None)      # drawn scenes have none
+            name = files[index] if files else index
             raise common.LocalError(
                 f"the annotation {name} has shape {tuple(annotation.shape)}, its image "
                 f"{tuple(image.shape[1:])}; its classes end at {annotation.max()}, --classes "
@@ -230,7 +231,7 @@ class UperNet(nn.Module):
         deepest = maps[3]
         pooled = [resize(level(deepest), deepest.shape[2:]) for level in self.pyramid]
         top = self.bottleneck(torch.cat([deepest, *pooled], dim=1))
-        levels = [lateral(x) for lateral, x in zip(self.lateral, maps)] + [top]
+        levels = [lateral(x) for lateral, x in zip(self.lateral, maps[:3])] + [top]
         for i in (2, 1, 0):      # from the top down
             levels[i] = levels[i] + resize(levels[i + 1], levels[i].shape[2:])
         levels = [output(x) for output, x in zip(self.output, levels)] + [top]
@@ -332,7 +333,7 @@ def main(args) -> dict[str, float]:
     if crop % patch_size:
         raise common.UserError(f"--crop-size {crop} is not a multiple of the patch size "
                                f"{patch_size}")
-    drawn = args.data in ("shapes", "shapes-noise")
+    drawn = args.data in data.DRAWN
     classes = args.classes or (11 if drawn else 150)
     if drawn:
         scenes, val = (data.open_images(args.data, split, crop) for split in ("train", "val"))
@@ -344,7 +345,7 @@ def main(args) -> dict[str, float]:
     finetune.apply_recipe(args, encoder)
     segmenter = Segmenter(encoder, classes, args.width).to(machine.device)
     if machine.world > 1 and machine.device.type == "cuda":
-        # statistics over all processes' images; its forward pass makes the host wait
+        # In place: statistics over all processes' images. Its forward pass makes the host wait.
         nn.SyncBatchNorm.convert_sync_batchnorm(segmenter)
 
     def compute_loss(model: nn.Module, batch: dict) -> dict[str, Tensor]:
@@ -364,7 +365,7 @@ def main(args) -> dict[str, float]:
     plan = common.make_plan(args, machine.world, len(scenes), unit="iterations", decay="linear")
     return finetune.fit(args, machine, plan=plan, model=segmenter, views=views,
                         compute_loss=compute_loss,
-                        evaluate=lambda: evaluate(segmenter, val_views, machine),
+                        score=lambda: evaluate(segmenter, val_views, machine),
                         lr_scale=finetune.layerwise_lr(len(encoder.blocks), args.layer_decay))
 
 

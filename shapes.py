@@ -25,7 +25,7 @@ class Shapes:
         axis = np.linspace(-1, 1, size, dtype=np.float32)
         self.y, self.x = axis[:, None], axis[None, :]
         distance = np.abs(self.y - np.array([-1, 0, 1], np.float32))
-        self.blend = np.maximum(0, 1 - distance)      # linear interpolation of 3, [size, 3]
+        self.blend = np.maximum(0, 1 - distance)      # [size, 3]: interpolates 3 values linearly
 
     def __len__(self) -> int:
         return self.length

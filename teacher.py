@@ -64,8 +64,8 @@ class ClipTeacher(Teacher):
 
     def tokens(self, images: Tensor) -> Tensor:
         last = self.visual.forward_intermediates(
-            images, indices=1, intermediates_only=True, output_fmt="NLC",
-            output_extra_tokens=True)
+            images, indices=1,      # the last one
+            intermediates_only=True, output_fmt="NLC", output_extra_tokens=True)
         return torch.cat([last["image_intermediates_prefix"][0],
                           last["image_intermediates"][0]], dim=1)
 

@@ -166,7 +166,7 @@ def number(value: float, digits: int, sign: str = "") -> str:
 def cell(mine: dict[int, float], other: dict[int, float], digits: int) -> str:
     """Mean ± standard deviation (paired difference ± standard error).
 
-    Star: three seeds, and above 4.3 errors.
+    Star: three seeds, and above 4.3 errors (Student's t at 95 %, two degrees of freedom).
     """
     text = number(statistics.mean(mine.values()), digits)
     pairs = [mine[seed] - other[seed] for seed in mine if seed in other]
@@ -216,8 +216,8 @@ def groups(rows: list[dict], *starts: str) -> list[list[dict]]:
 
 
 def at_equilibrium(group: list[dict]) -> tuple[float, float, float]:
-    """The variation of freely chosen weights, of the measured ones, and of those whose scale is
-    at its optimum.
+    """Three variations, see "What lambda does" in README.md: if each patch's weight were chosen
+    freely; the measured one; and if the router's scale were at its optimum.
     """
     mean = {key: statistics.mean(row[key] for row in group)
             for key in ("std", "variation", "equilibrium_lambda", "lambda")}
