@@ -1,8 +1,9 @@
 """The weights of whole terms of Eq. 8: w of the objectives, and lambda of the entropies.
 
 Needs nothing but torch. w is fixed, or follows one of the paper's baselines, GradNorm and RLW.
-`forward` gives the weights w [K] for the losses [K] of a micro-batch. What learns, does so in
-`update`, which is called once at the end of each step and changes `weights` in place.
+lambda is fixed, or follows the spread of the losses. All have the same three methods: `forward`
+gives the values of a step, `observe` sees what each micro-batch of the step gave, and `update`
+ends the step: what learns, learns there.
 """
 
 import torch
@@ -10,22 +11,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-class FixedWeights(nn.Module):
-    """Weights [K] that never change: 1 for the token loss, w_cls and w_pixel (Eq. 8)."""
+class ObjectiveWeights(nn.Module):
+    """w [K] of Eq. 8, which weights the losses of the K objectives."""
 
     def __init__(self, weights: Tensor):
         super().__init__()
         self.register_buffer("weights", weights)
 
-    def forward(self, step: int, losses: Tensor) -> Tensor:
-        return self.weights
+    def observe(self, losses: Tensor):
+        """losses [K] of a micro-batch, before its backward pass."""
 
     def update(self):
-        pass
+        """Ends a step."""
 
 
-class RandomLossWeighting(FixedWeights):
-    """RLW: weights [K] are the softmax of random normals.
+class FixedWeights(ObjectiveWeights):
+    """Weights that never change: 1 for the token loss, w_cls and w_pixel."""
+
+    def forward(self, step: int) -> Tensor:
+        return self.weights
+
+
+class RandomLossWeighting(ObjectiveWeights):
+    """RLW: the softmax of random normals.
 
     They are a function of (seed, step), so all processes draw the same, and a resumed run goes on
     with them.
@@ -35,15 +43,15 @@ class RandomLossWeighting(FixedWeights):
         super().__init__(weights)
         self.seed = seed
 
-    def forward(self, step: int, losses: Tensor) -> Tensor:
+    def forward(self, step: int) -> Tensor:
         # more than the number of steps, so that no two pairs (seed, step) share a number
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        return self.weights.copy_(torch.randn(len(losses), generator=generator).softmax(0),
+        return self.weights.copy_(torch.randn(len(self.weights), generator=generator).softmax(0),
                                   non_blocking=True)
 
 
-class GradNorm(FixedWeights):
-    """GradNorm: weights [K], learned so that all objectives train at like rates.
+class GradNorm(ObjectiveWeights):
+    """GradNorm: weights that are learned so that all objectives train at like rates.
 
     G_k is the norm of objective k's weighted gradient at the layer `shared`. r_k is how much of
     its first value the loss still has, divided by the mean of that over objectives. Each weight
@@ -57,20 +65,22 @@ class GradNorm(FixedWeights):
         self.register_buffer("first", torch.zeros_like(weights))      # 0 until it is known
         self.shared = list(shared.parameters())
         self.alpha, self.lr, self.scaler = alpha, lr, scaler
-        self.collected = []      # of each micro-batch, [K, 1 + P]: losses, gradients at `shared`
+        self.observed = []      # of each micro-batch, [K, 1 + P]: losses, gradients at `shared`
 
-    def forward(self, step: int, losses: Tensor) -> Tensor:
+    def forward(self, step: int) -> Tensor:
+        return self.weights
+
+    def observe(self, losses: Tensor):
         # Without the scale, small gradients would be zero in FP16. The tensor stays on the GPU.
         scale = self.scaler.scale(torch.ones_like(losses[0]))
         rows = []
         for loss in scale * losses:
             gradients = torch.autograd.grad(loss, self.shared, retain_graph=True)
             rows.append(torch.cat([loss.detach()[None], *(g.flatten() for g in gradients)]))
-        self.collected.append(torch.stack(rows) / scale)
-        return self.weights
+        self.observed.append(torch.stack(rows) / scale)
 
     def update(self):
-        means = batch_mean(self.collected)
+        means = batch_mean(self.observed)
         losses, norms = means[:, 0], means[:, 1:].norm(dim=1)
         unknown = (self.first == 0) & losses.isfinite()
         self.first.copy_(torch.where(unknown, losses, self.first))
@@ -83,59 +93,63 @@ class GradNorm(FixedWeights):
         self.weights.copy_(torch.where(changed.isfinite().all(), changed, self.weights))
 
 
-class EntropyWeights(nn.Module):
-    """lambda [E] of Eq. 7: fixed or, beyond the paper, aimed at a `variation` of weights.
+class Lambda(nn.Module):
+    """lambda [E] of Eq. 7: fixed or, beyond the paper, std(loss) / `variation`.
 
-    The last of `weights` counts for the remaining experts.
+    Patches whose losses differ by lambda differ in weight by a factor of e: weights that are free
+    and minimize Eq. 5 and 7 are proportional to exp(-loss / lambda). So a router that knew the
+    losses would have weights whose coefficient of variation is about `variation`, as long as that
+    is well below 1. A real router lags behind.
 
-    A router settles where the equilibrium lambda, gain over spread of `losses.routing_gain`,
-    equals lambda. As long as the weights are nearly uniform, the gain grows with their variation,
-    and the spread with its square. So expert 0's variation times the equilibrium lambda is roughly
-    constant, and dividing this product by the wanted variation gives the lambda to set, for all
-    experts. Both factors are running means over about ten steps.
+    lambdas: of experts 0, 1, ...; the last one counts for the remaining experts. follows: which of
+    the `objectives` each expert weights; experts that weight nothing follow the first. With
+    `times_w`, lambda is multiplied by that objective's w: a router needs that, because Eq. 8
+    multiplies the loss by w, but not the entropy.
     """
 
-    def __init__(self, weights: list[float], experts: int, variation: float | None = None):
+    def __init__(self, lambdas: list[float], follows: list[str], objectives: list[str],
+                 variation: float | None = None, times_w: bool = True):
         super().__init__()
-        weights = weights + weights[-1:] * (experts - len(weights))
-        self.register_buffer("weights", torch.tensor(weights))      # [E]
-        self.register_buffer("means", torch.zeros(2))      # of variation and equilibrium lambda
-        self.register_buffer("steps", torch.zeros(()))
-        self.variation = variation
-        self.collected = []      # of each micro-batch: variation, gain, spread
+        lambdas = lambdas + lambdas[-1:] * (len(follows) - len(lambdas))
+        index = [objectives.index(name) for name in follows]
+        self.register_buffer("lambdas", torch.tensor(lambdas), persistent=False)      # [E]
+        self.register_buffer("index", torch.tensor(index), persistent=False)          # [E]
+        self.register_buffer("std", torch.zeros(len(follows)))      # [E], a running mean
+        self.register_buffer("steps", torch.zeros(()))              # that it has seen
+        self.follows, self.variation, self.times_w = follows, variation, times_w
+        self.observed = []      # of each micro-batch, [E]
 
-    def collect(self, metrics: dict[str, Tensor]):
-        """Keeps what `update` needs of a micro-batch; removes gain and spread from `metrics`."""
-        gain = metrics.pop("routing_gain")
-        spread = metrics.pop("routing_spread")
-        self.collected.append(torch.stack([metrics["dispatch_cv"][0], gain, spread]))
+    def forward(self, weights: Tensor) -> Tensor:
+        """w [K] of this step -> lambda [E]"""
+        if not self.variation:
+            return self.lambdas
+        aimed = self.std / self.variation
+        if self.times_w:
+            aimed = aimed * weights[self.index]
+        # above 0, because softmin divides by it
+        aimed = aimed.clamp_min(torch.finfo(aimed.dtype).tiny)
+        return torch.where(self.steps > 0, aimed, self.lambdas)
 
-    def update(self) -> dict[str, Tensor]:
-        """Sets lambda for the next step -> metrics of this one: lambda, equilibrium lambda.
-
-        Gain and spread are averaged over micro-batches and processes before they are divided:
-        the ratio does not depend on how many there are.
-        """
-        variation, gain, spread = batch_mean(self.collected)
-        new = torch.stack([variation, gain / spread])
-        metrics = {"lambda": self.weights.clone(), "equilibrium_lambda": new[1]}
+    def observe(self, metrics: dict[str, Tensor]):
+        """The metrics of a micro-batch, from `explore_losses`."""
         if self.variation:
-            finite = new.isfinite().all()
-            self.steps += finite
-            # the plain mean of the first ten steps, and then a running mean
-            means = self.means.lerp(new, (1 / self.steps).clamp_min(0.1))
-            self.means.copy_(torch.where(finite, means, self.means))
-            weight = self.means.prod() / self.variation
-            # a new router's equilibrium lambda can be negative; any small positive number will do
-            weight = weight.clamp_min(1e-4)
-            self.weights.copy_(torch.where(finite, weight, self.weights))
-        return metrics
+            self.observed.append(torch.stack([metrics[f"{name}_std"] for name in self.follows]))
+
+    def update(self):
+        if not self.variation:
+            return
+        new = batch_mean(self.observed)
+        finite = new.isfinite().all()
+        self.steps += finite
+        # the plain mean of the first ten steps, and then a running mean
+        mean = self.std.lerp(new, (1 / self.steps).clamp_min(0.1))
+        self.std.copy_(torch.where(finite, mean, self.std))
 
 
-def batch_mean(collected: list[Tensor]) -> Tensor:
+def batch_mean(observed: list[Tensor]) -> Tensor:
     """The mean over micro-batches and processes. Empties the list."""
-    mean = torch.stack(collected).mean(0)
-    collected.clear()
+    mean = torch.stack(observed).mean(0)
+    observed.clear()
     if dist.is_initialized():
         dist.all_reduce(mean)
         mean /= dist.get_world_size()

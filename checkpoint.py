@@ -4,7 +4,6 @@ A plain ViT is a state dict whose tensors have timm's names, as those of timm, D
 """
 
 import argparse
-import hashlib
 import math
 import os
 import re
@@ -99,21 +98,13 @@ def convert_foreign(file: dict, path: str | Path) -> dict:
     for i in range(depth):
         convert_block(state, f"blocks.{i}.", dim, experts)
     fold_normalization(state, file.get("mean", IMAGENET_MEAN), file.get("std", IMAGENET_STD))
-    print_assumptions(file, path, dim, heads)
+    assumed = {"heads": f"{heads} attention heads", "mean": "ImageNet's mean",
+               "std": "ImageNet's std"}
+    unsaid = [what for name, what in assumed.items() if name not in file]
+    if unsaid and os.environ.get("RANK", "0") == "0":
+        print(f"{path}: assumed {', '.join(unsaid)}. If that is wrong, {HOW_TO_SAVE}.")
     model = {f"encoder.{name}": x for name, x in state.items()}
     return {"model": model, "encoder": config, "args": {}}
-
-
-def print_assumptions(file: dict, path: str | Path, dim: int, heads: int):
-    """Prints one line, on the first process alone, about what a file does not say."""
-    assumed = []
-    if "heads" not in file:
-        assumed.append(f"Assumed {heads} attention heads, as other ViTs of width {dim} have.")
-    unsaid = [name for name in ("mean", "std") if name not in file]
-    if unsaid:
-        assumed.append(f"Assumed ImageNet's {' and '.join(unsaid)}.")
-    if assumed and os.environ.get("RANK", "0") == "0":
-        print(f"{path}: {' '.join(assumed)} If that is wrong, {HOW_TO_SAVE}.")
 
 
 def fold_normalization(state: dict[str, Tensor], mean: tuple, std: tuple):
@@ -123,20 +114,16 @@ def fold_normalization(state: dict[str, Tensor], mean: tuple, std: tuple):
     gives. The convolution pads nothing, so its weight takes the scale and its bias the shift:
     the features stay the same.
     """
-    mean = torch.as_tensor(mean, dtype=torch.float64)
-    std = torch.as_tensor(std, dtype=torch.float64)
-    if not (mean.shape == std.shape == (3,) and mean.min() >= 0 and mean.max() <= 1
-            and std.min() > 0 and std.max() <= 1):
-        raise ValueError("'mean' and 'std' have to be three numbers each, of pixels in [0, 1]")
-    imagenet_mean = torch.tensor(IMAGENET_MEAN, dtype=torch.float64)
-    imagenet_std = torch.tensor(IMAGENET_STD, dtype=torch.float64)
-    if torch.allclose(mean, imagenet_mean) and torch.allclose(std, imagenet_std):
-        return      # the weights keep their bits
+    mean, std, imagenet_mean, imagenet_std = (
+        torch.as_tensor(x, dtype=torch.float64).view(3, 1, 1)
+        for x in (mean, std, IMAGENET_MEAN, IMAGENET_STD))
+    if not (mean.min() >= 0 and mean.max() <= 1 and std.min() > 0 and std.max() <= 1):
+        raise ValueError("'mean' and 'std' have to be of pixels in [0, 1]")
     weight, bias = state["patch_embed.proj.weight"], state["patch_embed.proj.bias"]
     # the patch that is zero in ImageNet's normalization: the new bias is what becomes of it
-    zero = ((imagenet_mean - mean) / std)[:, None, None].expand(3, *weight.shape[2:])
+    zero = ((imagenet_mean - mean) / std).expand(3, *weight.shape[2:])
     shifted = F.conv2d(zero, weight.double(), bias.double()).flatten()
-    scaled = weight.double() * (imagenet_std / std)[:, None, None]
+    scaled = weight.double() * (imagenet_std / std)
     state["patch_embed.proj.weight"] = scaled.to(weight.dtype)
     state["patch_embed.proj.bias"] = shifted.to(bias.dtype)
 
@@ -205,20 +192,3 @@ def resize_pos_embed(pos_embed: Tensor, grid: int) -> Tensor:
 
 def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:300] or type(error).__name__
-
-
-def digest_input(name: str) -> str:
-    """What a --teacher or CHECKPOINT is, wherever it lies: a hash of the contents of its file.
-
-    The file may be open_clip's MODEL/FILE, where MODEL counts, too. What names no file, such as
-    a tag or timm/NAME, stands for itself.
-    """
-    model, _, file = name.partition("/")
-    for prefix, path in (("", Path(name)), (f"{model}/", Path(file))):
-        if path.is_file():
-            sha = hashlib.sha256()
-            with open(path, "rb") as opened:
-                while chunk := opened.read(2 ** 24):
-                    sha.update(chunk)
-            return prefix + sha.hexdigest()
-    return name

@@ -175,34 +175,45 @@ def add_epoch_flags(parser: argparse.ArgumentParser, *, epochs: int, warmup: int
                        help="epochs between evaluations and kept checkpoints")
 
 
-def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None,
-              stage: str) -> argparse.Namespace:
-    """Parses the flags of a stage that trains, and names its run's folder after them."""
+def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None, stage: str,
+              warmup: float) -> argparse.Namespace:
+    """Parses the flags of a stage that trains, names its run's folder after them, and sets a
+    warm-up that is not given to its share of the run, `warmup`.
+    """
     args = parser.parse_args(argv, argparse.Namespace(stage=stage))
     if not args.out:
-        parts = [stage]
-        # these three may change when a run resumes, but they say what the run is
-        unnamed = {"stage", *FREE_FLAGS} - {"teacher", "checkpoint", "data"}
-        for name, value in sorted(vars(args).items()):
-            if name not in unnamed and value != parser.get_default(name):
-                value = Path(value).name if name == "data" else value
-                value = "+".join(map(str, value)) if isinstance(value, list) else value
-                parts.append(f"{name}={value}")
-        name = re.sub(r"[^\w.=+-]+", "-", "_".join(parts))
-        if len(os.fsencode(name)) > 200:      # file systems take 255 bytes
-            digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:8]
-            name = f"{os.fsencode(name)[:190].decode(errors='ignore')}-{digest}"
-        args.out = f"runs/{name}"
+        args.out = f"runs/{name_run(parser, args)}"
+    for name, length in (("warmup_epochs", "epochs"), ("warmup_iterations", "iterations")):
+        if hasattr(args, name) and getattr(args, name) is None:
+            setattr(args, name, getattr(args, length) * warmup)
     return args
+
+
+def name_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
+    """A folder's name: the stage, and the flags that are not at their defaults."""
+    # of the flags that may change when a run resumes, these say what the run is
+    named = (vars(args).keys() - FREE_FLAGS - {"stage"}) | {"teacher", "checkpoint", "data"}
+    words = [args.stage]
+    for name in sorted(named & vars(args).keys()):
+        value = getattr(args, name)
+        if value != parser.get_default(name):
+            value = Path(value).name if name == "data" else value
+            value = "+".join(map(str, value)) if isinstance(value, list) else value
+            words.append(f"{name}={value}")
+    name = re.sub(r"[^\w.=+-]+", "-", "_".join(words))
+    if len(os.fsencode(name)) > 200:      # file systems take 255 bytes
+        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:8]
+        name = f"{os.fsencode(name)[:190].decode(errors='ignore')}-{digest}"
+    return name
 
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-# ------------------------------------------------------------------------------ machine
+# ------------------------------------------------------------------------------ process
 
-class Machine:
+class Process:
     """This process: its rank among all processes, its device, its precision, its loaders."""
 
     def __init__(self, args: argparse.Namespace):
@@ -261,15 +272,17 @@ class Machine:
             dist.broadcast(buffer, 0)
 
     def parallel(self, model: nn.Module) -> nn.Module:
-        return (DistributedDataParallel(model, gradient_as_bucket_view=True) if self.world > 1
-                else model)
+        if self.world == 1:
+            return model
+        # buffers: see `share_buffers`
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
     def accumulating(self, model: nn.Module, last: bool):
         """A context: processes exchange their gradients in the last micro-step alone."""
         return contextlib.nullcontext() if self.world == 1 or last else model.no_sync()
 
 
-def seed_everything(*key: int):
+def seed_torch(*key: int):
     """Seeds PyTorch's generators of all devices.
 
     The key (seed,) is for the initial weights, and (seed, step, rank) for what a process draws in
@@ -305,7 +318,7 @@ class Plan(NamedTuple):
     epoch_steps: int      # an incomplete last batch is left out
     steps: int            # of the whole run
     warmup: int           # steps
-    save_every: int       # steps
+    save_steps: int       # between evaluations and kept checkpoints
     lr: float             # at the end of the warm-up
     min_lr: float         # at the last step
     decay: str            # from lr to min_lr: "cosine" or "linear"
@@ -339,19 +352,14 @@ def make_plan(args: argparse.Namespace, world: int, images: int, *, unit: str = 
         raise UserError(f"--micro-batch {micro_batch} does not divide {share}, each process's "
                         f"share of --batch-size {args.batch_size}")
     epoch_steps = images // args.batch_size
-    if unit == "epochs":
-        length = args.epochs
-        warmup = args.warmup_epochs
-        unit_steps = epoch_steps
-    else:
-        length = args.iterations
-        warmup = args.warmup_iterations
-        unit_steps = 1
+    unit_steps = epoch_steps if unit == "epochs" else 1
+    length = getattr(args, unit)
+    warmup = getattr(args, f"warmup_{unit}")
     if warmup >= length:
         raise UserError(f"--warmup-{unit} {warmup:g} leaves nothing of --{unit} {length}")
     return Plan(micro_batch=micro_batch, micro_steps=share // micro_batch,
                 epoch_steps=epoch_steps, steps=length * unit_steps,
-                warmup=round(warmup * unit_steps), save_every=args.save_every * unit_steps,
+                warmup=round(warmup * unit_steps), save_steps=args.save_every * unit_steps,
                 lr=args.lr, min_lr=args.min_lr, decay=decay)
 
 

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,11 +20,11 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import CIFAR10, DatasetFolder, Food101
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import functional as TF
 from tqdm import tqdm
 
-from common import STOP_SIGNALS, LocalError, Machine, UserError, lock
+from common import STOP_SIGNALS, LocalError, Process, UserError, lock
 from model import IMAGENET_MEAN, IMAGENET_STD
 from shapes import Shapes
 
@@ -38,17 +37,6 @@ ALTERNATIVES = ("; --data also takes cifar10, food101 and shapes, pretrain.py an
 
 # ------------------------------------------------------------------------------- images
 
-class ImageDataset(Protocol):
-    """What a data set offers. Some also have `classes`, the names of their labels, and
-    `mask(index)`, bool [H, W], True on the object.
-    """
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """-> (uint8 [3, H, W], label)"""
-
-
 def read_image(path: str | os.PathLike) -> Tensor:
     """Reads an image file as RGB, uint8 [3, H, W]: the pixels that Pillow gives.
 
@@ -57,7 +45,8 @@ def read_image(path: str | os.PathLike) -> Tensor:
     # torchvision decodes most JPEGs to the same pixels in less time; Pillow reads what it cannot
     with contextlib.suppress(Exception):
         jpeg = torchvision.io.read_file(str(path))
-        if not has_other_app1(memoryview(jpeg.numpy())):
+        # XMP may hold the orientation instead of EXIF, and torchvision does not look there
+        if b"http://ns.adobe.com/xap/1.0/" not in jpeg.numpy().tobytes():
             return torchvision.io.decode_jpeg(jpeg, torchvision.io.ImageReadMode.RGB,
                                               apply_exif_orientation=True)
     try:
@@ -73,20 +62,6 @@ def read_image(path: str | os.PathLike) -> Tensor:
     except Exception as error:      # Pillow raises many kinds for broken files
         raise LocalError(f"cannot read the image {path} ({type(error).__name__}: {error})"
                          ) from error
-
-
-def has_other_app1(jpeg: memoryview) -> bool:
-    """Whether a JPEG has an APP1 segment that is not EXIF, such as XMP.
-
-    XMP may hold the orientation, which torchvision looks for in the first APP1 segment only, and
-    only if that is EXIF.
-    """
-    at = 2
-    while jpeg[at] == 0xFF and jpeg[at + 1] != 0xDA:      # the segments before the pixels
-        if jpeg[at + 1] == 0xE1 and jpeg[at + 4:at + 8] != b"Exif":
-            return True
-        at += 2 + 256 * jpeg[at + 2] + jpeg[at + 3]
-    return False
 
 
 class Folder(DatasetFolder):
@@ -153,7 +128,7 @@ def torchvision_set(name: str, split: str) -> CIFAR10 | Food101:
                         "give a folder of images instead") from error
 
 
-def open_images(data: str, split: str, image_size: int, labels: bool = True) -> ImageDataset:
+def open_images(data: str, split: str, image_size: int, labels: bool = True) -> Dataset:
     """The set that `--data` names, of `split` "train" or "val". Raises UserError.
 
     Without `labels`, any folder of images will do. If it has a folder named like the split, the
@@ -176,21 +151,7 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
     return photos
 
 
-def has_labels(data: str) -> bool:
-    """Whether `--data` has labels for training and validation, as k-NN and probes need them.
-
-    It looks at the folders of classes only, because listing a million files takes seconds.
-    """
-    if data in DRAWN + DOWNLOADED:
-        return True
-    try:
-        train, val = (set(find_classes(os.path.join(data, split))[0]) for split in ("train", "val"))
-    except OSError:
-        return False
-    return val <= train
-
-
-def first_readable(dataset: ImageDataset, index: int) -> tuple[int, Tensor, int]:
+def first_readable(dataset: Dataset, index: int) -> tuple[int, Tensor, int]:
     """The image at `index` or, if it cannot be read, the next one -> (index, image, label)
 
     With this, one broken file does not end a run of days. Raises LocalError after 50 in a row,
@@ -278,7 +239,7 @@ def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
 class CenterViews(Dataset):
     """Evaluation views: a dict of image uint8 [3, S, S], label and index."""
 
-    def __init__(self, dataset: ImageDataset, image_size: int):
+    def __init__(self, dataset: Dataset, image_size: int):
         self.dataset, self.image_size = dataset, image_size
 
     def __len__(self) -> int:
@@ -295,7 +256,7 @@ class TrainViews(CenterViews):
     """
     scale = (0.2, 1.0)      # of the image's area
 
-    def __init__(self, dataset: ImageDataset, image_size: int, seed: int, grid: int = 0,
+    def __init__(self, dataset: Dataset, image_size: int, seed: int, grid: int = 0,
                  mask_ratio: float | None = None):
         super().__init__(dataset, image_size)
         self.seed, self.grid, self.mask_ratio = seed, grid, mask_ratio
@@ -334,30 +295,30 @@ def train_order(count: int, batch_size: int, micro_batch: int, seed: int, first:
             yield [(epoch, int(index)) for index in micro]
 
 
-def load(views: Dataset, order, machine: Machine):
-    """Yields `order`'s batches of `views` on the machine's device."""
+def load(views: Dataset, order, process: Process):
+    """Yields `order`'s batches of `views` on the device of `process`."""
     # a forked process need not import anything again; other systems cannot fork safely
-    fork = "fork" if machine.workers and sys.platform == "linux" else None
+    fork = "fork" if process.workers and sys.platform == "linux" else None
     # the loader draws a seed when it starts: from a generator of its own, because drawing from the
     # global one would change the drop path of the step
     loader = DataLoader(
-        views, batch_sampler=order, num_workers=machine.workers, worker_init_fn=ignore_signals,
-        multiprocessing_context=fork, pin_memory=machine.device.type == "cuda",
+        views, batch_sampler=order, num_workers=process.workers, worker_init_fn=ignore_signals,
+        multiprocessing_context=fork, pin_memory=process.device.type == "cuda",
         generator=torch.Generator())
     try:
         for batch in loader:
-            yield {name: value.to(machine.device, non_blocking=True)
+            yield {name: value.to(process.device, non_blocking=True)
                    for name, value in batch.items()}
     except LocalError as error:      # the message of a loader's error begins with its traceback
         raise LocalError(str(error).split("LocalError: ")[-1].strip()) from None
 
 
-def eval_batches(views: Dataset, batch_size: int, machine: Machine, what: str = "val"):
+def eval_batches(views: Dataset, batch_size: int, process: Process, what: str = "val"):
     """Yields this process's batches of `views`, in order: every w-th batch of w processes."""
-    batches = torch.arange(len(views)).split(batch_size)[machine.rank::machine.world]
+    batches = torch.arange(len(views)).split(batch_size)[process.rank::process.world]
     order = tqdm([batch.tolist() for batch in batches], what, leave=False,
-                 disable=machine.rank > 0)
-    return load(views, order, machine)
+                 disable=process.rank > 0)
+    return load(views, order, process)
 
 
 def ignore_signals(worker: int):

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
@@ -48,13 +49,11 @@ def parse_args(argv: list[str] | None = None):
                        help="pixels a side (default: the checkpoint's, else 224)")
     group.add_argument("--pool", choices=("cls", "mean"), default="cls",
                        help="what the head sees: [CLS], or the mean of the patch tokens")
-    args = common.parse_run(parser, argv, "finetune")
+    args = common.parse_run(parser, argv, "finetune", warmup=5 / 100)
     for name in ("model", "patch_size"):
         if args.checkpoint and getattr(args, name):
             parser.error(f"{common.flag(name)} is for training from scratch: CHECKPOINT has "
                          "its own")
-    if args.warmup_epochs is None:
-        args.warmup_epochs = args.epochs * (5 / 100)
     return args
 
 
@@ -118,7 +117,7 @@ class StrongViews(data.TrainViews):
     """
     scale = (0.08, 1.0)
 
-    def __init__(self, dataset: data.ImageDataset, image_size: int, seed: int,
+    def __init__(self, dataset: Dataset, image_size: int, seed: int,
                  erase: bool = False):
         super().__init__(dataset, image_size, seed)
         self.erase = erase
@@ -203,33 +202,26 @@ class Classifier(nn.Module):
         tokens, _ = self.encoder(images)      # [B, 1 + N, D]
         return self.head(tokens)
 
-    def train(self, mode: bool = True):
-        """A frozen encoder stays in evaluation mode: a probe sees the same features every time."""
-        super().train(mode)
-        if not any(parameter.requires_grad for parameter in self.encoder.parameters()):
-            self.encoder.eval()
-        return self
-
 
 @torch.no_grad()
 def evaluate(model: nn.Module, views: data.CenterViews,
-             machine: common.Machine) -> dict[str, float]:
+             process: common.Process) -> dict[str, float]:
     """-> top-1 and top-5 accuracy in percent over all of `views` and all processes"""
     model.eval()
-    machine.share_buffers(model)      # BatchNorm's statistics differ between processes
-    hits = torch.zeros(2, dtype=torch.long, device=machine.device)
-    for batch in data.eval_batches(views, EVAL_BATCH, machine):
-        with machine.autocast():
+    process.share_buffers(model)      # BatchNorm's statistics differ between processes
+    hits = torch.zeros(2, dtype=torch.long, device=process.device)
+    for batch in data.eval_batches(views, EVAL_BATCH, process):
+        with process.autocast():
             logits = model(data.normalize(batch["image"] / 255))
         top = logits.topk(min(5, logits.shape[1]), dim=1).indices
         correct = top == batch["label"][:, None]
         hits += torch.stack([correct[:, 0].sum(), correct.sum()])
     model.train()
-    top1, top5 = machine.sum(hits).tolist()
+    top1, top5 = process.sum(hits).tolist()
     return {"top1": 100 * top1 / len(views), "top5": 100 * top5 / len(views)}
 
 
-def fit(args, machine: common.Machine, plan: common.Plan, model: nn.Module,
+def fit(args, process: common.Process, plan: common.Plan, model: nn.Module,
         views, compute_loss, score, lr_scale=lambda name: 1.0) -> dict[str, float]:
     """The supervised loop, which linprobe.py and segment.py use too -> the best scores.
 
@@ -239,36 +231,37 @@ def fit(args, machine: common.Machine, plan: common.Plan, model: nn.Module,
     lr_scale: see `common.adamw`.
     """
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
-    run = Run(args, machine, plan, views.dataset, model.encoder.config, model=model,
-              optimizer=optimizer)
+    run = Run(args, process, plan, views.dataset, model.encoder.config,
+              dict(model=model, optimizer=optimizer))
+    run.resume()
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
     run.announce(args.checkpoint or "from scratch",
                  f"{parameters:.1f} M parameters, {trained:.1f} M of them trained",
                  f"{len(views)} images")
-    if machine.compile:
+    if process.compile:
         model.compile()
-    parallel = machine.parallel(model).train()
+    parallel = process.parallel(model).train()
     batches = run.batches(views)
 
     for step in run.steps():
         common.set_rate(optimizer, plan.learning_rate(step))
-        common.seed_everything(args.seed, step, machine.rank)      # drop path, ExD, mixup
+        common.seed_torch(args.seed, step, process.rank)      # drop path, ExD, mixup
 
         for micro_step in range(1, plan.micro_steps + 1):
             batch = next(batches)
-            with machine.accumulating(parallel, last=micro_step == plan.micro_steps):
+            with process.accumulating(parallel, last=micro_step == plan.micro_steps):
                 metrics = compute_loss(parallel, batch)
-                machine.scaler.scale(metrics["loss"] / plan.micro_steps).backward()
+                process.scaler.scale(metrics["loss"] / plan.micro_steps).backward()
             run.log.add({name: value.detach() for name, value in metrics.items()})
 
-        run.log.add(common.optimizer_step(optimizer, machine.scaler, args.clip_grad))
+        run.log.add(common.optimizer_step(optimizer, process.scaler, args.clip_grad))
         run.end_step(step, score)
     return run.report()
 
 
-def fit_classifier(args, machine: common.Machine, model: Classifier,
-                   dataset: data.ImageDataset, val: data.ImageDataset,
+def fit_classifier(args, process: common.Process, model: Classifier,
+                   dataset: Dataset, val: Dataset,
                    lr_scale=lambda name: 1.0, erase: bool = False) -> dict[str, float]:
     """Trains a classifier on labels -> the scores on `val` of the best evaluation
 
@@ -287,19 +280,19 @@ def fit_classifier(args, machine: common.Machine, model: Classifier,
         images, target = data.normalize(data.augment(batch)), batch["label"]
         if strong:
             images, target = mix(images, target)      # target [B, C], which sums to 1
-        with machine.autocast():
+        with process.autocast():
             logits = parallel(images)
         return {"loss": F.cross_entropy(logits.float(), target,
                                         label_smoothing=0.1 if strong else 0.0)}
 
-    return fit(args, machine, plan=common.make_plan(args, machine.world, len(dataset)),
+    return fit(args, process, plan=common.make_plan(args, process.world, len(dataset)),
                model=model, views=views, compute_loss=compute_loss,
-               score=lambda: evaluate(model, val_views, machine), lr_scale=lr_scale)
+               score=lambda: evaluate(model, val_views, process), lr_scale=lr_scale)
 
 
 def main(args) -> dict[str, float]:
     """-> top-1 and top-5 accuracy of the best evaluation on val/, in percent"""
-    machine = common.Machine(args)
+    process = common.Process(args)
     checkpoint = load_checkpoint(args.checkpoint) if args.checkpoint else {}
     config = checkpoint.get("encoder",      # the arguments of ViT
                             dict(image_size=224, patch_size=args.patch_size or 16))
@@ -310,7 +303,7 @@ def main(args) -> dict[str, float]:
                         f"{patch_size}")
     dataset, val = (data.open_images(args.data, split, image_size) for split in ("train", "val"))
 
-    common.seed_everything(args.seed)
+    common.seed_torch(args.seed)
     if checkpoint:
         encoder = load_encoder(checkpoint, grid=image_size // patch_size,
                                drop_path=args.drop_path)
@@ -320,8 +313,8 @@ def main(args) -> dict[str, float]:
     apply_recipe(args, encoder)
     # a thousandth of the usual size, as in the release
     head = LinearHead(encoder.dim, len(dataset.classes), args.pool, std=0.001 * 0.02)
-    classifier = Classifier(encoder, head).to(machine.device)
-    return fit_classifier(args, machine, classifier, dataset, val, erase=True,
+    classifier = Classifier(encoder, head).to(process.device)
+    return fit_classifier(args, process, classifier, dataset, val, erase=True,
                           lr_scale=layerwise_lr(len(encoder.blocks), args.layer_decay))
 
 

@@ -39,21 +39,21 @@ def parse_args(argv: list[str] | None = None):
 
 
 @torch.no_grad()
-def extract(encoder: ViT, views: data.CenterViews, batch_size: int, machine: common.Machine,
+def extract(encoder: ViT, views: data.CenterViews, batch_size: int, process: common.Process,
             what: str) -> tuple[Tensor, Tensor]:
     """Each view's [CLS] token after the norm, of unit length -> features [M, D], labels [M]
 
     Each process computes its share of the batches, and all of them return all rows, in the
     order of the views. `what` names the progress bar.
     """
-    features = torch.zeros(len(views), encoder.dim, device=machine.device)
-    labels = torch.zeros(len(views), dtype=torch.long, device=machine.device)
-    for batch in data.eval_batches(views, batch_size, machine, what):
-        with machine.autocast():
+    features = torch.zeros(len(views), encoder.dim, device=process.device)
+    labels = torch.zeros(len(views), dtype=torch.long, device=process.device)
+    for batch in data.eval_batches(views, batch_size, process, what):
+        with process.autocast():
             tokens, _ = encoder(data.normalize(batch["image"] / 255))
         features[batch["index"]] = F.normalize(tokens[:, 0].float(), dim=1)
         labels[batch["index"]] = batch["label"]
-    return machine.sum(features), machine.sum(labels)      # rows of other processes are zero
+    return process.sum(features), process.sum(labels)      # rows of other processes are zero
 
 
 def classify(queries: Tensor, bank: Tensor, labels: Tensor, classes: int, k: int,
@@ -76,13 +76,13 @@ def classify(queries: Tensor, bank: Tensor, labels: Tensor, classes: int, k: int
 
 def main(args) -> list[float]:
     """-> top-1 accuracy of each checkpoint, in percent"""
-    machine = common.Machine(args)
+    process = common.Process(args)
     out = Path(args.out or Path(args.checkpoints[0]).parent)
     out.mkdir(parents=True, exist_ok=True)
     datasets = {}      # by image size: (training, validation)
     results = {}
     for path in args.checkpoints:
-        encoder = load_encoder(path).to(machine.device).eval()
+        encoder = load_encoder(path).to(process.device).eval()
         size = encoder.config["image_size"]
         if size not in datasets:
             datasets[size] = [data.open_images(args.data, split, size)
@@ -91,24 +91,24 @@ def main(args) -> list[float]:
         if args.k > len(train):
             raise common.UserError(f"-k {args.k}: there are only {len(train)} training images in "
                                    f"{args.data}")
-        if machine.compile:
+        if process.compile:
             encoder.compile()
-        bank, labels = extract(encoder, data.CenterViews(train, size), args.batch_size, machine,
+        bank, labels = extract(encoder, data.CenterViews(train, size), args.batch_size, process,
                                "bank")
-        queries, truth = extract(encoder, data.CenterViews(val, size), args.batch_size, machine,
+        queries, truth = extract(encoder, data.CenterViews(val, size), args.batch_size, process,
                                  "val")
-        share = slice(machine.rank, None, machine.world)      # of the queries, for this process
+        share = slice(process.rank, None, process.world)      # of the queries, for this process
         predicted = classify(queries[share], bank, labels, len(train.classes), args.k,
                              args.temperature)
-        hits = machine.sum((predicted == truth[share]).sum()).item()
+        hits = process.sum((predicted == truth[share]).sum()).item()
         results[path] = 100 * hits / len(truth)
-        if machine.rank == 0:
+        if process.rank == 0:
             print(f"{results[path]:6.2f}%  {path}", flush=True)
             row = {"checkpoint": path, "data": args.data, "k": args.k,
                    "temperature": args.temperature, "top1": results[path]}
             with open(out / "knn.jsonl", "a") as file:      # keeps what other runs write
                 file.write(json.dumps(row) + "\n")
-    if machine.rank == 0 and len(results) > 1:
+    if process.rank == 0 and len(results) > 1:
         best = max(results, key=results.get)
         print(f"best: {results[best]:.2f}%  {best}")
     return list(results.values())

@@ -27,10 +27,7 @@ def parse_args(argv: list[str] | None = None):
                          clip_grad=0.0)
     common.add_epoch_flags(parser, epochs=100, warmup=10)
     finetune.add_supervised_flags(parser)
-    args = common.parse_run(parser, argv, "linprobe")
-    if args.warmup_epochs is None:
-        args.warmup_epochs = args.epochs * (10 / 100)
-    return args
+    return common.parse_run(parser, argv, "linprobe", warmup=10 / 100)
 
 
 class EfficientProbe(nn.Module):
@@ -60,15 +57,15 @@ class EfficientProbe(nn.Module):
 
 def main(args) -> dict[str, float]:
     """-> top-1 and top-5 accuracy of the best evaluation on val/, in percent"""
-    machine = common.Machine(args)
+    process = common.Process(args)
     encoder = load_encoder(args.checkpoint).requires_grad_(False)
     dataset, val = (data.open_images(args.data, split, encoder.config["image_size"])
                     for split in ("train", "val"))
-    common.seed_everything(args.seed)
+    common.seed_torch(args.seed)
     kind = finetune.LinearHead if args.probe == "linear" else EfficientProbe
     head = kind(encoder.dim, len(dataset.classes))
-    probe = finetune.Classifier(encoder, head).to(machine.device)
-    return finetune.fit_classifier(args, machine, probe, dataset, val)
+    probe = finetune.Classifier(encoder, head).to(process.device)
+    return finetune.fit_classifier(args, process, probe, dataset, val)
 
 
 if __name__ == "__main__":

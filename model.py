@@ -29,6 +29,7 @@ PRESETS = {
     "vit_large": dict(dim=1024, depth=24, heads=16),
 }
 DECODER = dict(dim=512, depth=8, heads=16)      # App. E
+LOSS_ROUTER_EXPERTS = 2      # one for the token loss, one for the pixel loss
 
 
 # ----------------------------------------------------------------------------- Soft-MoE
@@ -129,12 +130,14 @@ class DropPath(nn.Module):
 
     def __init__(self, p: float):
         super().__init__()
-        self.p = p
+        # A tensor, because torch.compile would compile a block again for each value of a number.
+        self.register_buffer("p", torch.tensor(p), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not (self.training and self.p):
+        if not self.training:
             return x
-        return x * F.dropout(x.new_ones(len(x), 1, 1), self.p)
+        kept = torch.rand(len(x), 1, 1, device=x.device) >= self.p
+        return x * (kept / (1 - self.p)).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -154,14 +157,16 @@ class Block(nn.Module):
         scaled = layer_scale is not None
         self.ls1 = LayerScale(dim, layer_scale) if scaled else nn.Identity()
         self.ls2 = LayerScale(dim, layer_scale) if scaled else nn.Identity()
-        self.drop_path = DropPath(drop_path)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing | None]:
         """x [B, T, D] -> (x [B, T, D], the SoftMoE's Routing or None)"""
         x = x + self.drop_path(self.ls1(self.attn(self.norm1(x))))
-        y, routing = self.mlp(self.norm2(x)), None
+        routing = None
         if isinstance(self.mlp, SoftMoE):
-            y, routing = y
+            y, routing = self.mlp(self.norm2(x))
+        else:
+            y = self.mlp(self.norm2(x))
         return x + self.drop_path(self.ls2(y)), routing
 
 
@@ -205,22 +210,28 @@ class ViT(nn.Module):
         init_weights(self)
 
     def forward(self, images: Tensor, ids_keep: Tensor | None = None, mask: Tensor | None = None,
-                mask_token: Tensor | None = None) -> tuple[Tensor, dict[int, Routing]]:
+                mask_token: Tensor | None = None, states: list[Tensor] | None = None
+                ) -> tuple[Tensor, dict[int, Routing]]:
         """images [B, 3, S, S] -> (tokens [B, T, D] after the norm, {MoE block: its Routing}).
 
         Sparse encoding: only the patches whose indices are in ids_keep, int64 [B, V], are
         processed, in that order. Dense encoding: all patches are processed, and mask_token
-        [1, 1, D] replaces those where mask, bool [B, N], is True.
+        [1, 1, D] replaces those where mask, bool [B, N], is True. To a list of `states`, the
+        tokens [B, T, D] that enter each block are appended, and those that leave the last one.
         """
         x = self.embed(images, ids_keep, mask, mask_token)
         routings = {}
         for i, block in enumerate(self.blocks):
+            if states is not None:
+                states.append(x)
             if self.recompute:
                 x, routing = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
             else:
                 x, routing = block(x)
             if routing is not None:
                 routings[i] = routing
+        if states is not None:
+            states.append(x)
         return self.norm(x), routings
 
     def intermediate(self, images: Tensor, blocks: list[int]) -> list[Tensor]:
@@ -228,12 +239,10 @@ class ViT(nn.Module):
 
         [B, 3, S, S] -> maps [B, D, grid, grid]
         """
-        x = self.embed(images)
-        maps = []
-        for block in self.blocks:
-            x, _ = block(x)
-            maps.append(x[:, 1:].transpose(1, 2).unflatten(2, (self.grid, self.grid)))
-        return [maps[i] for i in blocks]
+        states = []
+        self(images, states=states)
+        return [states[i + 1][:, 1:].transpose(1, 2).unflatten(2, (self.grid, self.grid))
+                for i in blocks]
 
     def embed(self, images: Tensor, ids_keep: Tensor | None = None, mask: Tensor | None = None,
               mask_token: Tensor | None = None) -> Tensor:
@@ -243,18 +252,19 @@ class ViT(nn.Module):
             x = torch.where(mask[..., None], mask_token.to(x.dtype), x)
         x = x + self.pos_embed[:, 1:]      # before patches are dropped: each keeps its place
         if ids_keep is not None:
-            x = x.gather(1, ids_keep[..., None].expand(-1, -1, x.shape[-1]))     # [B, V, D]
+            x = x.take_along_dim(ids_keep[..., None], dim=1)                     # [B, V, D]
         cls = self.cls_token + self.pos_embed[:, :1]
         return torch.cat([cls.expand(len(x), -1, -1), x], dim=1)
 
 
 @torch.no_grad()
 def init_weights(module: nn.Module):
-    """Initializes all but routers and experts, which have initialized themselves.
+    """Initializes linear layers, the patch embedding, tokens and position embeddings.
 
-    Weights, tokens and position embeddings are drawn from a truncated normal distribution of
-    standard deviation 0.02; biases are zero. Then the last layer of each residual branch, that of
-    the experts too, is divided by sqrt(2 * i), where i counts the blocks from 1, as in BEiT.
+    They are drawn from a truncated normal distribution of standard deviation 0.02; biases are
+    zero. Routers and experts keep the values that they are made with. Then the last layer of each
+    residual branch, be it an MLP's, an expert's or attention's, is divided by sqrt(2 * i), where i
+    counts the blocks from 1, as in BEiT.
     """
     for name, parameter in module.named_parameters():
         if name.split(".")[-1] in ("cls_token", "pos_embed", "mask_token"):
@@ -278,29 +288,15 @@ def build_vit(name: str, **overrides) -> ViT:
     return ViT(**config)
 
 
-def encoder_macs(vit: ViT, tokens: int = 197) -> int:
-    """Multiply-accumulates (MACs) of all blocks for one image: Table 6 calls them "GFLOPs".
-
-    The default is the number of tokens at 224 pixels: 14 * 14 patches and [CLS]. Experts
-    process E slots instead of T tokens, which is why 64 of them cost less than one MLP.
-    """
-    macs = 0
-    for block in vit.blocks:
-        macs += 4 * tokens * vit.dim ** 2 + 2 * tokens ** 2 * vit.dim      # attention
-        if isinstance(block.mlp, SoftMoE):      # logits, dispatch and combine, then MLPs
-            experts, _, hidden = block.mlp.w1.shape
-            macs += 3 * tokens * experts * vit.dim + 2 * experts * vit.dim * hidden
-        else:
-            macs += 2 * tokens * vit.dim * block.mlp.fc1.out_features
-    return macs
-
-
 # ------------------------------------------------------------------------------ student
 
 class PixelDecoder(nn.Module):
     """Predicts the pixels of all patches from the encoder's patch tokens (App. E).
 
-    It is discarded after pretraining.
+    As in the paper, it has eight blocks of width 512 without experts, a mask token for patches
+    that the encoder did not see, and learned position embeddings; those of the authors' release
+    are fixed sines and cosines. Only pretraining uses it: its weights are in the checkpoints of
+    pretraining, and no other stage loads them or saves them again.
     """
 
     def __init__(self, encoder: ViT, dim: int, depth: int, heads: int):
@@ -334,7 +330,8 @@ class Prediction(NamedTuple):
     """What a student predicts from B images: the teacher's tokens, and pixels."""
     tokens: Tensor                  # [B, T, Dt], [CLS] first; Dt is the teacher's width
     pixels: Tensor | None           # of all patches, [B, N, 3 * patch_size ** 2]
-    routing: dict[int, Routing]     # {MoE block: its Routing}, and that of the loss router
+    routing: dict[int, Routing]     # {MoE block: its Routing}
+    loss_routing: Routing | None    # of the loss router
     ids_keep: Tensor | None         # indices [B, V] of the patches in `tokens`; None if all N
 
 
@@ -343,9 +340,8 @@ class Explore(nn.Module):
 
     Sparse encoding processes only the visible patches, as MAE does. Dense encoding processes all
     patches, with a mask token in place of the masked ones, as BEiT does. `pixels` adds a decoder
-    of size `decoder`. `loss_router` adds a router of two experts on the final tokens. It has no
-    MLPs: its weights serve the losses alone, which the paper leaves for future work. Its key in
-    `Prediction.routing` is len(encoder.blocks), one more than the last block's.
+    of size `decoder`. `loss_router` adds a router on the final tokens. It has no MLPs: its weights
+    serve the losses alone, which the paper leaves for future work.
     """
 
     def __init__(self, encoder: ViT, teacher_dim: int, mask_ratio: float = 0.4,
@@ -361,7 +357,7 @@ class Explore(nn.Module):
             self.mask_token = nn.Parameter(torch.empty(1, 1, encoder.dim))
             nn.init.trunc_normal_(self.mask_token, std=0.02)
         self.decoder = PixelDecoder(encoder, **decoder) if pixels else None
-        self.loss_router = Router(encoder.dim, 2) if loss_router else None
+        self.loss_router = Router(encoder.dim, LOSS_ROUTER_EXPERTS) if loss_router else None
 
     def forward(self, images: Tensor, mask: Tensor) -> Prediction:
         """images [B, 3, S, S]; mask bool [B, N], True for int(mask_ratio * N) patches an image"""
@@ -373,7 +369,6 @@ class Explore(nn.Module):
             # App. E shuffles them, which changes nothing: each has its position embedding.
             ids_keep = mask.int().argsort(dim=1, stable=True)[:, :self.visible]
             tokens, routing = self.encoder(images, ids_keep)
-        if self.loss_router:
-            routing[len(self.encoder.blocks)] = self.loss_router.route(tokens)
+        loss_routing = self.loss_router.route(tokens) if self.loss_router else None
         pixels = self.decoder(tokens[:, 1:], ids_keep, mask) if self.decoder else None
-        return Prediction(self.head(tokens), pixels, routing, ids_keep)
+        return Prediction(self.head(tokens), pixels, routing, loss_routing, ids_keep)

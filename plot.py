@@ -4,9 +4,9 @@
     python plot.py runs/coupled runs/uniform --out FOLDER
 
 The picture has a panel for each of these that the logs have: the losses, the ratio of weighted to
-unweighted token loss, the variation of expert 0's dispatch weights over an image's patches, lambda
-and the equilibrium lambda, the learning rate, the scores on val/, and the k-NN accuracy, which
-knn.py writes to knn.jsonl. Drawing needs matplotlib.
+unweighted token loss, the variation of expert 0's dispatch weights over an image's patches, lambda,
+the learning rate, the scores on val/, and the k-NN accuracy, which knn.py writes to knn.jsonl.
+Drawing needs matplotlib.
 """
 
 import argparse
@@ -26,8 +26,7 @@ PANELS = (
      ("pixel", "pixel_unweighted")),
     ("weighted / unweighted token loss", "ratio, 1 is neutral", ("token_ratio",)),
     ("variation of expert 0's weights", "standard deviation / mean", ("dispatch_cv",)),
-    ("lambda (dashed: equilibrium, if above 0)", "lambda of expert 0",
-     ("lambda", "equilibrium_lambda")),
+    ("lambda of expert 0", "unit of the loss", ("lambda",)),
     ("learning rate", "AdamW's rate", ("lr",)),
     ("k-NN accuracy", "top-1 (%)", ("knn",)),
     ("validation accuracy", "top-1 (%)", ("top1",)),
@@ -93,7 +92,7 @@ def draw(runs: dict[str, list[dict]], path: Path):
                 axis.plot(epochs, values, style, color=f"C{color}",
                           marker="." if len(epochs) < 20 else "")
         if "lambda" in fields:
-            axis.set_yscale("log", nonpositive="mask")      # an equilibrium below 0 is left out
+            axis.set_yscale("log", nonpositive="mask")
     axis.set_xlim(left=0)      # of all panels
     figure.legend(axis.lines[::len(fields)], runs, loc="outside lower center")
     figure.savefig(path, dpi=90)

@@ -12,12 +12,16 @@ import torch
 
 import common
 import data
-from balance import EntropyWeights, FixedWeights, GradNorm, RandomLossWeighting
+from balance import FixedWeights, GradNorm, Lambda, ObjectiveWeights, RandomLossWeighting
 from common import non_negative, non_negative_int, number, positive_int
 from losses import explore_losses
-from model import DECODER, PRESETS, Explore, Router, build_vit
+from model import DECODER, LOSS_ROUTER_EXPERTS, PRESETS, Explore, Router, build_vit
 from run import Run
-from teacher import Teacher, build_teacher
+from teacher import build_teacher
+
+# what --objective takes, and the names that losses.explore_losses gives to the terms
+OBJECTIVES = {"token": ["token"], "token_cls": ["token", "cls"],
+              "token_pixel": ["token", "pixel"], "token_cls_pixel": ["token", "cls", "pixel"]}
 
 
 def parse_args(argv: list[str] | None = None):
@@ -50,8 +54,7 @@ def parse_args(argv: list[str] | None = None):
 
     group = parser.add_argument_group("objective")
     group.add_argument(
-        "--objective", default="token_cls",
-        choices=("token", "token_cls", "token_pixel", "token_cls_pixel"),
+        "--objective", default="token_cls", choices=OBJECTIVES,
         help="what is learned: token distills the teacher's patch tokens, cls aligns [CLS], pixel "
              "reconstructs pixels")
     group.add_argument(
@@ -71,10 +74,12 @@ def parse_args(argv: list[str] | None = None):
 
     group = parser.add_argument_group("loss routing")
     group.add_argument(
-        "--loss-weights", choices=("dispatch", "combine", "uniform"), default="dispatch",
+        "--loss-weights", choices=("dispatch", "combine", "uniform", "softmin"),
+        default="dispatch",
         help="weights of the patch losses. dispatch: expert 0's for the token loss and, with "
              "--encoding dense, expert 1's for the pixel loss; combine: their combine weights, "
-             "not normalized; uniform: none")
+             "not normalized; uniform: none; softmin, beyond the paper: exp(-loss / lambda), which "
+             "needs no experts, with lambda from --entropy-weight or --variation")
     group.add_argument(
         "--loss-block", type=non_negative_int, nargs="+", metavar="B",
         help="the MoE block that gives the weights; several are averaged (default: the last one)")
@@ -89,11 +94,12 @@ def parse_args(argv: list[str] | None = None):
     group.add_argument(
         "--entropy-weight", type=non_negative, nargs="+", default=[5.0], metavar="L",
         help="lambda, the weight of the entropy of experts 0, 1, ...; the last one counts for the "
-             "remaining experts")
+             "remaining experts. Patches whose losses differ by lambda differ in weight by a "
+             "factor of e")
     group.add_argument(
         "--variation", type=number(float, "(0, inf)"), metavar="V",
-        help="beyond the paper: adapt lambda after each step, so that expert 0's weights vary by V "
-             "over the patches of an image, in units of their mean")
+        help="beyond the paper, instead of --entropy-weight: in each step, lambda is the standard "
+             "deviation of the weighted loss over an image's patches, divided by V")
     group.add_argument("--entropy-on", choices=("dispatch", "combine"), default="dispatch",
                        help="weights whose entropy is regularized")
     group.add_argument("--importance-weight", type=non_negative, default=0.0,
@@ -109,44 +115,47 @@ def parse_args(argv: list[str] | None = None):
     group.add_argument("--gradnorm-lr", type=non_negative, default=0.025,
                        help="learning rate of the weights")
 
-    args = common.parse_run(parser, argv, "pretrain")
-    if args.warmup_epochs is None:
-        args.warmup_epochs = args.epochs * (40 / 300)
+    args = common.parse_run(parser, argv, "pretrain", warmup=40 / 300)
     check(parser, args)
     return args
 
 
 def check(parser, args):
     """Refuses flags that would change nothing, and flags that contradict each other."""
+    objectives = OBJECTIVES[args.objective]
+    softmin = args.loss_weights == "softmin"
+    router = args.experts or args.loss_router
+    weighted = softmin or (router and args.loss_weights != "uniform")
     static = args.balance == "static"
-    dense_pixels = args.encoding == "dense" and "pixel" in args.objective
-    routed = args.experts or args.loss_router
+    # argparse hands out the default itself where the flag is not given
+    lambda_given = args.entropy_weight is not parser.get_default("entropy_weight")
 
-    def needs(met, condition: str, *names: str):
-        """Refuses flags that are not at their defaults, unless their condition is met."""
-        for name in names:
-            if not met and getattr(args, name) != parser.get_default(name):
-                parser.error(f"{common.flag(name)} needs {condition}")
+    def needs(name: str, met, condition: str):
+        """Refuses a flag that is not at its default, unless the condition is met."""
+        if not met and getattr(args, name) != parser.get_default(name):
+            parser.error(f"{common.flag(name)} needs {condition}")
 
-    needs(args.experts, "--experts above 0", "moe_blocks", "loss_block")
-    needs(not args.loss_router, "a run without --loss-router", "loss_block")
-    needs(routed, "--experts above 0 or --loss-router", "loss_weights", "detach",
-          "entropy_weight", "variation", "entropy_on", "importance_weight")
-    needs(not args.variation, "a run without --variation", "entropy_weight", "entropy_on",
-          "detach")
-    # losses.routing_gain assumes one routed loss, weights of one router, and w that do not change
-    needs(args.loss_weights == "dispatch", "--loss-weights dispatch", "variation")
-    needs(static, "--balance static", "variation")
-    needs(not dense_pixels, "--encoding sparse or no pixel in --objective", "variation")
-    needs(len(args.loss_block or []) < 2, "one --loss-block", "variation")
-    needs(args.loss_weights != "uniform", "--loss-weights dispatch or combine", "detach",
-          "loss_router")
-    needs("_" in args.objective, "an --objective of several terms", "balance")
-    needs(static and "cls" in args.objective, "--balance static, and cls in --objective",
-          "cls_weight")
-    needs(static and "pixel" in args.objective, "--balance static, and pixel in --objective",
-          "pixel_weight")
-    needs(args.balance == "gradnorm", "--balance gradnorm", "gradnorm_alpha", "gradnorm_lr")
+    needs("moe_blocks", args.experts, "--experts above 0")
+    needs("loss_block", args.experts, "--experts above 0")
+    needs("loss_block", not args.loss_router, "a run without --loss-router")
+    needs("loss_router", args.loss_weights in ("dispatch", "combine"),
+          "--loss-weights dispatch or combine")
+    needs("loss_weights", router or softmin, "--experts above 0 or --loss-router")
+    needs("detach", router, "--experts above 0 or --loss-router")
+    needs("detach", args.loss_weights in ("dispatch", "combine"),
+          "--loss-weights dispatch or combine")
+    needs("entropy_weight", router or softmin, "--experts above 0 or --loss-router")
+    needs("variation", weighted, "a loss that is weighted: --experts above 0 or --loss-router, and "
+          "not --loss-weights uniform")
+    needs("variation", not lambda_given, "a run without --entropy-weight")
+    needs("entropy_on", router, "--experts above 0 or --loss-router")
+    needs("importance_weight", router, "--experts above 0 or --loss-router")
+    needs("balance", len(objectives) > 1, "an --objective of several terms")
+    needs("cls_weight", static and "cls" in objectives, "--balance static, and cls in --objective")
+    needs("pixel_weight", static and "pixel" in objectives,
+          "--balance static, and pixel in --objective")
+    needs("gradnorm_alpha", args.balance == "gradnorm", "--balance gradnorm")
+    needs("gradnorm_lr", args.balance == "gradnorm", "--balance gradnorm")
 
     def refuse(wrong, message: str):
         if wrong:
@@ -154,23 +163,36 @@ def check(parser, args):
 
     patches = (args.image_size // args.patch_size) ** 2
     masked = int(args.mask_ratio * patches)
-    experts = 2 if args.loss_router else args.experts      # of the router that weights the losses
-    depth = PRESETS[args.model]["depth"]
-    blocks = args.moe_blocks or list(range(1, depth, 2))
-    refuse(args.image_size % args.patch_size,
-           f"--image-size {args.image_size} is not a multiple of --patch-size {args.patch_size}")
+    count = len(follows(args))      # of lambdas
     refuse(not 0 < masked < patches,
            f"--mask-ratio {args.mask_ratio} masks {masked} of {patches} patches: at least one must "
            "be masked and one visible")
-    refuse(routed and len(args.entropy_weight) > experts,
-           f"--entropy-weight has {len(args.entropy_weight)} values for {experts} experts")
-    refuse(experts == 1 and dense_pixels and args.loss_weights != "uniform",
+    refuse(softmin and not lambda_given and not args.variation,
+           "--loss-weights softmin needs --entropy-weight or --variation")
+    refuse(softmin and min(args.entropy_weight) == 0,
+           "--loss-weights softmin needs an --entropy-weight above 0")
+    refuse(lambda_given and len(args.entropy_weight) > count,
+           f"--entropy-weight has {len(args.entropy_weight)} values for {count} lambdas")
+    refuse(args.experts == 1 and not args.loss_router and args.encoding == "dense"
+           and "pixel" in objectives and args.loss_weights in ("dispatch", "combine"),
            "--experts 1: with --encoding dense, expert 1 weights the pixel loss, so there must "
            "be 2")
-    refuse(max(blocks) >= depth,
-           f"--moe-blocks {max(blocks)}: {args.model} has blocks 0 to {depth - 1}")
+    try:
+        with torch.device("meta"):
+            blocks = build_student(args, teacher_dim=1).encoder.moe_blocks
+    except ValueError as error:
+        parser.error(str(error))
     refuse(set(args.loss_block or []) - set(blocks),
            f"--loss-block {args.loss_block}: the MoE blocks are {blocks}")
+
+
+def follows(args) -> list[str]:
+    """For each lambda, that of expert 0, 1, ..., the objective that it belongs to."""
+    experts = LOSS_ROUTER_EXPERTS if args.loss_router else args.experts
+    softmin = args.loss_weights == "softmin"
+    pixel = "pixel" in OBJECTIVES[args.objective] and (softmin or args.encoding == "dense")
+    count = max(experts, 1 + pixel) if softmin else experts
+    return ["pixel" if pixel and expert == 1 else "token" for expert in range(count)]
 
 
 def build_student(args, teacher_dim: int, decoder: dict = DECODER) -> Explore:
@@ -179,104 +201,114 @@ def build_student(args, teacher_dim: int, decoder: dict = DECODER) -> Explore:
                         drop_path=args.drop_path)
     encoder.recompute = args.recompute
     return Explore(encoder, teacher_dim, args.mask_ratio, dense=args.encoding == "dense",
-                   pixels="pixel" in args.objective, loss_router=args.loss_router,
+                   pixels="pixel" in OBJECTIVES[args.objective], loss_router=args.loss_router,
                    decoder=decoder)
 
 
-def build_balance(args, student: Explore, machine: common.Machine) -> FixedWeights:
+def build_balance(args, student: Explore, process: common.Process) -> ObjectiveWeights:
     """w of Eq. 8: the weights of the objectives."""
     fixed = dict(token=1.0, cls=args.cls_weight, pixel=args.pixel_weight)
-    weights = [fixed[name] for name in args.objective.split("_")]
-    weights = torch.tensor(weights, device=machine.device)      # [K]
+    weights = [fixed[name] for name in OBJECTIVES[args.objective]]
+    weights = torch.tensor(weights, device=process.device)      # [K]
     if args.balance == "gradnorm":
         return GradNorm(weights, student.encoder.norm, args.gradnorm_alpha, args.gradnorm_lr,
-                        machine.scaler)
+                        process.scaler)
     if args.balance == "rlw":
         return RandomLossWeighting(weights, args.seed)
     return FixedWeights(weights)
 
 
-def compile_models(args, machine: common.Machine, teacher: Teacher, student: Explore):
-    """Compiles the models in place, if asked to -> `explore_losses`, compiled if possible"""
-    if not machine.compile:
-        return explore_losses
-    teacher.compile()
-    if args.balance == "gradnorm":
-        # it differentiates what follows the blocks once for each objective, but the backward pass
-        # of a compiled graph must run only once
-        for block in student.encoder.blocks:
-            block.compile()
-        return explore_losses
-    student.compile()
-    return torch.compile(explore_losses)
-
-
 def main(args):
-    machine = common.Machine(args)
+    process = common.Process(args)
     dataset = data.open_images(args.data, "train", args.image_size, labels=False)
-    plan = common.make_plan(args, machine.world, len(dataset))
+    plan = common.make_plan(args, process.world, len(dataset))
 
     # a frozen teacher of the whole image, and a student of what the mask leaves
     grid = args.image_size // args.patch_size
     teacher = build_teacher(args.teacher, grid)
-    teacher.to(machine.device, machine.amp)      # amp: a dtype, or None for float32
-    common.seed_everything(args.seed)
-    student = build_student(args, teacher.dim).to(machine.device)
+    teacher.to(process.device, process.amp)      # amp: a dtype, or None for float32
+    common.seed_torch(args.seed)
+    student = build_student(args, teacher.dim).to(process.device)
     optimizer = common.adamw(student, args.lr, args.weight_decay, args.betas)
 
-    balance = build_balance(args, student, machine)                         # w of Eq. 8
-    objectives = args.objective.split("_")
-    experts = 2 if args.loss_router else args.experts
-    entropy = EntropyWeights(args.entropy_weight, experts, args.variation).to(machine.device)
+    objectives = OBJECTIVES[args.objective]
+    balance = build_balance(args, student, process)                         # w of Eq. 8
+    lambdas = Lambda(args.entropy_weight, follows(args), objectives, args.variation,
+                     times_w=args.loss_weights != "softmin").to(process.device)
     coupling = dict(objectives=objectives, loss_block=args.loss_block,      # Eq. 5 to 7
                     loss_weights=args.loss_weights, detach=args.detach,
-                    entropy_weights=entropy.weights,      # the tensor that entropy.update() changes
                     entropy_on=args.entropy_on, importance_weight=args.importance_weight)
+    parts = dict(model=student, optimizer=optimizer, balance=balance)
+    if args.variation:
+        parts["lambda"] = lambdas
 
-    run = Run(args, machine, plan, dataset, student.encoder.config, shown=objectives,
-              model=student, optimizer=optimizer, balance=balance, entropy=entropy)
+    run = Run(args, process, plan, dataset, student.encoder.config, parts, shown=objectives)
+    run.resume()
     millions = sum(p.numel() for p in student.encoder.parameters()) / 1e6
     run.announce(f"{args.model}, {millions:.1f} M parameters, {args.experts} experts, "
                  f"{args.objective}", f"{len(dataset)} images")
     if run.first == 0:
         run.save("epoch_0000.pt", 0)
-    compute_losses = compile_models(args, machine, teacher, student)
-    model = machine.parallel(student).train()
+    compute_losses = explore_losses
+    if process.compile:
+        teacher.compile()
+        compute_losses = compile_student(args, student)
+    model = process.parallel(student).train()
     routers = [module for module in student.modules() if isinstance(module, Router)]
     batches = run.batches(
         data.TrainViews(dataset, args.image_size, args.seed, grid, args.mask_ratio))
 
     for step in run.steps():
         common.set_rate(optimizer, plan.learning_rate(step))
-        common.seed_everything(args.seed, step, machine.rank)       # drop path
+        common.seed_torch(args.seed, step, process.rank)            # drop path
+        w = balance(step)                                           # [K]
+        coupling["lambdas"] = lambdas(w)                            # [E]
 
         for micro_step in range(1, plan.micro_steps + 1):
             batch = next(batches)
             images, mask = data.augment(batch), batch["mask"]       # [B, 3, S, S], bool [B, N]
             with torch.no_grad():
                 targets = teacher(images)      # normalizes them itself -> [B, 1 + N, Dt]
-            with machine.accumulating(model, last=micro_step == plan.micro_steps):
-                with machine.autocast():
+            with process.accumulating(model, last=micro_step == plan.micro_steps):
+                with process.autocast():
                     pred = model(data.normalize(images), mask)
                 losses, regularizer, metrics = compute_losses(pred, targets, images, mask,
                                                               **coupling)
-                loss = (balance(step, losses) * losses).sum() + regularizer      # Eq. 8
-                machine.scaler.scale(loss / plan.micro_steps).backward()
-            if routers:
-                entropy.collect(metrics)                  # its own: routing_gain, routing_spread
-            run.log.add(metrics | {"loss": loss.detach(),
-                                   "objective_weights": balance.weights.clone()})
+                loss = (w * losses).sum() + regularizer             # Eq. 8
+                balance.observe(losses)
+                lambdas.observe(metrics)
+                process.scaler.scale(loss / plan.micro_steps).backward()
+            run.log.add(metrics | {"loss": loss.detach()})
 
-        run.log.add(common.optimizer_step(optimizer, machine.scaler, args.clip_grad))
+        run.log.add(common.optimizer_step(optimizer, process.scaler, args.clip_grad))
+        run.log.add({"objective_weights": w.clone()})
         balance.update()
+        lambdas.update()
         if routers:
-            scale = torch.stack([router.scale.detach() for router in routers])
-            run.log.add({"scale": scale} | entropy.update())
+            run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
+        if follows(args):
+            run.log.add({"lambda": lambdas(w)})
         line = run.end_step(step)      # writes the log and checkpoints, stops after a signal
         warn_of_collapse(line)
     out = shlex.quote(args.out)
-    what = f"knn.py {out}/epoch_*.pt" if data.has_labels(args.data) else f"routing.py {out}/last.pt"
-    run.report(f"next: python {what} --data {shlex.quote(args.data)} && python plot.py {out}")
+    where = f"--data {shlex.quote(args.data)}"
+    run.report(f"next: python routing.py {out}/last.pt {where} && python plot.py {out}; with "
+               f"labels: python knn.py {out}/epoch_*.pt {where}")
+
+
+def compile_student(args, student: Explore):
+    """Compiles the student in place -> `explore_losses`, compiled if possible
+
+    GradNorm differentiates what follows the blocks once for each objective, but the backward pass
+    of a compiled graph runs only once; --recompute calls each block twice. So the blocks are
+    compiled one by one there.
+    """
+    if args.balance == "gradnorm" or args.recompute:
+        for block in student.encoder.blocks:
+            block.compile()
+    else:
+        student.compile()
+    return explore_losses if args.balance == "gradnorm" else torch.compile(explore_losses)
 
 
 def warn_of_collapse(line: dict):

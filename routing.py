@@ -21,33 +21,26 @@ the object: 1 if all of them weigh more than the background, 0.5 by chance.
 import json
 import math
 import re
-import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw
 from torch import Tensor
-from torchvision.transforms.v2.functional import rgb_to_grayscale, to_pil_image
-from torchvision.utils import make_grid
 
 import common
 import data
-from checkpoint import LoadError, digest_input, load_checkpoint, load_encoder
+from checkpoint import LoadError, load_checkpoint, load_encoder
 from common import non_negative_int, number, positive_int
-from losses import dispatch_entropy, token_loss, variation
-from model import Explore, Router, Routing, ViT
-from run import rounded
+from losses import dispatch_cv, dispatch_entropy, token_loss
+from model import Explore, Router, ViT
+from run import digest_input, rounded
 from teacher import Teacher, build_teacher
 
-# five colors of Moreland's cool-warm map, from low to high: blue, gray, red
-COLORS = ((0.23, 0.30, 0.75), (0.55, 0.69, 1.00), (0.87, 0.87, 0.87), (0.96, 0.60, 0.48),
-          (0.71, 0.02, 0.15))
+LOSS_ROUTER = "loss router"           # where other routers have the number of their block
 IMAGES = 6                            # at most, in heatmaps.png
 EXPERTS = 8                           # at most, in pictures and in print
-TILE, GAP, MARGIN = 112, 4, 84        # in heatmaps.png, in pixels
 TOKENS = 10_000      # about as many for the silhouette: distances of all pairs take 400 MB
 
 
@@ -108,58 +101,60 @@ def roc_auc(score: Tensor, positive: Tensor) -> float:
     return (below.double().mean() / (2 * len(outside))).item()
 
 
-# ------------------------------------------------- one checkpoint: load, observe, summarize
+# ----------------------------------------------------------------------- one checkpoint
 
 class Sample(NamedTuple):
     """The M images that are measured, and what is known of their patches."""
     views: data.CenterViews
     indices: list[int]              # [M]: positions of the images in `views`
-    drawn: Tensor                   # bool [M, T]: tokens for silhouette and correlation
+    sampled: Tensor                 # bool [M, T]: tokens for silhouette and correlation
     foreground: Tensor | None       # bool [M, N]: patches on the object, if there are masks
 
 
 class Trace(NamedTuple):
-    """What one block makes of the M images."""
-    tokens: Tensor                  # [M', D]: the drawn tokens as they enter the block
+    """What one router makes of the M images."""
+    tokens: Tensor                  # [M', D]: the sampled tokens as they enter the block
     dispatch: Tensor                # [M, T, E]
     combine: Tensor                 # [M, T, E]
 
 
-def measure(path: str, args, machine: common.Machine) -> tuple[dict, dict]:
-    """One checkpoint -> (numbers for routing.json, tensors for the pictures)
-
-    The model is not returned, so only one at a time is in memory.
-    """
-    student, routers, block, teacher = load(path, args, machine)
-    sample = draw_sample(student.encoder, args)
-    traces, losses = observe(student, routers, teacher, sample, args.batch_size, machine)
-    return summarize(path, block, routers, sample, traces, losses)
+class Measured(NamedTuple):
+    """What is known of one checkpoint in the end."""
+    numbers: dict                   # for routing.json
+    images: Tensor                  # uint8 [IMAGES, 3, S, S]
+    weights: Tensor                 # [IMAGES, N, E]: dispatch weights of patches, 1 is uniform
+    points: np.ndarray | None       # [2, M']: expert 0's weight and the token loss of patches
 
 
-def load(path: str, args, machine: common.Machine
-         ) -> tuple[Explore, dict[int, Router], int, Teacher | None]:
-    """-> (student, its routers by block number, the block to show, the student's teacher or None)
-
-    The loss router, which follows the last block, has the number of blocks as its number.
-    """
+def measure(path: str, args, process: common.Process) -> Measured:
+    """Measures one checkpoint. Only its numbers stay in memory, not the model."""
     checkpoint = load_checkpoint(path)
-    student = load_student(checkpoint).to(machine.device)
-    encoder = student.encoder
-    routers = {i: encoder.blocks[i].mlp for i in encoder.moe_blocks}
-    if student.loss_router:
-        routers[len(encoder.blocks)] = student.loss_router
-    if not routers:
-        raise common.UserError(f"{path} has no experts: there is no routing to show")
-    block = args.block
-    if block is None:
-        block = max(checkpoint["args"].get("loss_block") or routers)
-    if block not in routers:
-        raise common.UserError(f"--block {block} has no experts: the MoE blocks are "
-                               f"{' '.join(map(str, routers))}")
-    teacher = find_teacher(checkpoint, encoder.grid)
+    student = load_student(checkpoint).to(process.device)
+    routers = find_routers(student)
+    block = choose_block(checkpoint, list(routers), args.block)
+    teacher = find_teacher(checkpoint, student.encoder.grid)
     if teacher:
-        teacher.to(machine.device, machine.amp)
-    return student, routers, block, teacher
+        teacher.to(process.device, process.amp)
+    sample = draw_sample(student.encoder, args)
+    traces, patch_loss = observe(student, teacher, sample, args.batch_size, process)
+
+    weights = traces[block].dispatch[:, 1:] * sample.sampled.shape[1]      # 1 is uniform
+    numbers = {"checkpoint": path, "block": block, "images": len(sample.indices),
+               "name": f"{Path(path).resolve().parent.name}/{Path(path).stem}",
+               "tokens": int(sample.sampled.sum()),
+               "blocks": [{"block": i} | describe(router, traces[i], sample.sampled)
+                          for i, router in routers.items()]}
+    points = None
+    if patch_loss is not None:
+        patches = sample.sampled[:, 1:]      # without [CLS], which has no token loss
+        points = torch.stack([weights[..., 0][patches], patch_loss[patches]]).double().numpy()
+        numbers["correlation"] = np.corrcoef(points)[0, 1].item()
+    if sample.foreground is not None:
+        numbers["foreground_auc"] = [roc_auc(weight, sample.foreground)
+                                     for weight in weights.unbind(2)]
+    images = [sample.views[i]["image"] for i in sample.indices[:IMAGES]]
+    # cloned, because a slice alone would keep the weights of all images in memory
+    return Measured(numbers, torch.stack(images), weights[:IMAGES].clone(), points)
 
 
 def load_student(checkpoint: dict) -> Explore:
@@ -171,6 +166,26 @@ def load_student(checkpoint: dict) -> Explore:
     student = Explore(encoder, len(head), loss_router="loss_router.phi" in state)
     student.load_state_dict(state, strict=False)      # without mask token and pixel decoder
     return student.eval()
+
+
+def find_routers(student: Explore) -> dict[int | str, Router]:
+    """The routers by the number of their block, and then the loss router."""
+    blocks = student.encoder.blocks
+    routers = {i: blocks[i].mlp for i in student.encoder.moe_blocks}
+    return routers | ({LOSS_ROUTER: student.loss_router} if student.loss_router else {})
+
+
+def choose_block(checkpoint: dict, blocks: list[int | str], wanted: int | None) -> int | str:
+    """Which of `blocks` to show: the one that is wanted, or the last one that weights the loss."""
+    if not blocks:
+        raise common.UserError(f"{checkpoint['path']} has no experts: there is no routing to show")
+    if wanted is None:
+        loss_block = checkpoint["args"].get("loss_block")
+        return max(loss_block) if loss_block else blocks[-1]
+    if wanted not in blocks:
+        raise common.UserError(f"--block {wanted} has no experts: the MoE blocks are "
+                               f"{' '.join(map(str, blocks))}")
+    return wanted
 
 
 def find_teacher(checkpoint: dict, grid: int) -> Teacher | None:
@@ -194,89 +209,49 @@ def draw_sample(encoder: ViT, args) -> Sample:
     dataset = data.open_images(args.data, "val", size, labels=False)
     rng = np.random.default_rng(args.seed)
     indices = rng.permutation(len(dataset))[:args.images].tolist()
-    drawn = torch.from_numpy(rng.random((len(indices), 1 + encoder.grid ** 2)))
-    drawn = drawn < TOKENS / drawn.numel()
+    sampled = torch.from_numpy(rng.random((len(indices), 1 + encoder.grid ** 2)))
+    sampled = sampled < TOKENS / sampled.numel()
     foreground = None
     if hasattr(dataset, "mask"):      # at least half of a foreground patch is on the object
         masks = torch.stack([dataset.mask(i) for i in indices]).to(torch.uint8) * 255
         masks = data.center_view(masks, size) / 255                                  # [M, S, S]
         foreground = F.avg_pool2d(masks, encoder.patch_size).flatten(1) >= 0.5
-    return Sample(data.CenterViews(dataset, size), indices, drawn, foreground)
+    return Sample(data.CenterViews(dataset, size), indices, sampled, foreground)
 
 
 @torch.no_grad()
-def observe(student: Explore, routers: dict[int, Router], teacher: Teacher | None,
-            sample: Sample, batch_size: int, machine: common.Machine
-            ) -> tuple[dict[int, Trace], Tensor | None]:
-    """-> (what each block with a router does, token losses [M, N] or None without a teacher)"""
-    parts = {i: [] for i in routers}
+def observe(student: Explore, teacher: Teacher | None, sample: Sample, batch_size: int,
+            process: common.Process) -> tuple[dict[int | str, Trace], Tensor | None]:
+    """-> (what each router makes of the images, token losses [M, N] or None without a teacher)"""
+    traces = {i: [] for i in find_routers(student)}
     losses = []
     order = [indices.tolist() for indices in torch.tensor(sample.indices).split(batch_size)]
-    batches = data.load(sample.views, order, machine)
-    for batch, drawn in zip(batches, sample.drawn.split(batch_size)):
+    batches = data.load(sample.views, order, process)
+    for batch, sampled in zip(batches, sample.sampled.split(batch_size)):
         images = batch["image"] / 255
-        with machine.autocast():
-            tokens, entering, routing = encode(student, images)
-        for i in routers:
-            entered = entering[i].cpu().float()[drawn]
-            parts[i].append((entered, routing[i].dispatch.cpu(), routing[i].combine.cpu()))
+        states = []
+        with process.autocast():
+            tokens, routings = student.encoder(data.normalize(images), states=states)
+        entering = dict(enumerate(states))
+        if student.loss_router:
+            entering[LOSS_ROUTER] = tokens
+            routings[LOSS_ROUTER] = student.loss_router.route(tokens)
+        for i, trace in traces.items():
+            entered = entering[i].cpu().float()[sampled]
+            trace.append((entered, routings[i].dispatch.cpu(), routings[i].combine.cpu()))
         if teacher:
             predicted = student.head(tokens)[:, 1:].float()
             losses.append(token_loss(predicted, teacher(images)[:, 1:].float()).cpu())
-    traces = {i: Trace(*map(torch.cat, zip(*part))) for i, part in parts.items()}
+    traces = {i: Trace(*map(torch.cat, zip(*trace))) for i, trace in traces.items()}
     return traces, torch.cat(losses) if losses else None
 
 
-def encode(student: Explore, images: Tensor
-           ) -> tuple[Tensor, dict[int, Tensor], dict[int, Routing]]:
-    """Images in [0, 1] -> (final tokens, tokens entering each block, routing of each block)
-
-    The loss router's entering tokens are the final ones.
-    """
-    encoder = student.encoder
-    x = encoder.embed(data.normalize(images))
-    entering = {}
-    routing = {}
-    for i, block in enumerate(encoder.blocks):
-        entering[i] = x
-        x, routing[i] = block(x)
-    tokens = encoder.norm(x)
-    if student.loss_router:
-        entering[len(encoder.blocks)] = tokens
-        routing[len(encoder.blocks)] = student.loss_router.route(tokens)
-    return tokens, entering, routing
-
-
-def summarize(path: str, block: int, routers: dict[int, Router], sample: Sample,
-              traces: dict[int, Trace], losses: Tensor | None) -> tuple[dict, dict]:
-    """-> (numbers for routing.json, tensors for the pictures)"""
-    images, tokens = sample.drawn.shape
-    weights = traces[block].dispatch[:, 1:] * tokens      # 1 is the uniform weight
-    rows = [{"block": i} | describe(router, traces[i], sample.drawn)
-            for i, router in routers.items()]
-    numbers = {"checkpoint": str(path), "block": block, "images": images,
-               "name": f"{Path(path).resolve().parent.name}/{Path(path).stem}",
-               "tokens": int(sample.drawn.sum()), "blocks": rows}
-    views = [sample.views[i]["image"] for i in sample.indices[:IMAGES]]
-    # cloned, because a slice alone would keep the weights of all images in memory
-    tensors = {"images": torch.stack(views), "weights": weights[:IMAGES].clone()}
-    if losses is not None:
-        drawn = sample.drawn[:, 1:]      # without [CLS], which has no token loss
-        points = torch.stack([weights[..., 0][drawn], losses[drawn]]).double()
-        numbers["correlation"] = torch.corrcoef(points)[0, 1].item()
-        tensors["points"] = points.numpy()
-    if sample.foreground is not None:
-        numbers["foreground_auc"] = [roc_auc(weight, sample.foreground)
-                                     for weight in weights.unbind(2)]
-    return numbers, tensors
-
-
-def describe(router: Router, trace: Trace, drawn: Tensor) -> dict:
-    """A block's numbers in routing.json. Its lists have one number for each expert."""
+def describe(router: Router, trace: Trace, sampled: Tensor) -> dict:
+    """A router's numbers in routing.json. Its lists have one number for each expert."""
     dispatch = trace.dispatch
-    return {"silhouette": silhouette(trace.tokens, dispatch[drawn].argmax(1)),
+    return {"silhouette": silhouette(trace.tokens, dispatch[sampled].argmax(1)),
             "scale": router.scale.item(), "entropy": dispatch_entropy(dispatch).tolist(),
-            "dispatch_cv": variation(dispatch[:, 1:]).tolist(),
+            "dispatch_cv": dispatch_cv(dispatch[:, 1:]).tolist(),
             "cls_share": dispatch[:, 0].mean(0).tolist(),
             "usage": trace.combine.mean((0, 1)).tolist()}
 
@@ -287,79 +262,64 @@ def report(numbers: dict):
     of_block = {name: numbers[name] for name in ("block", "correlation", "foreground_auc")
                 if name in numbers}
     for row in (*numbers["blocks"], of_block):
-        print("  ".join(
-            f"{name} {np.round(value[:EXPERTS] if isinstance(value, list) else value, 3)}"
-            for name, value in row.items()))
+        print("  ".join(f"{name} {short(value)}" for name, value in row.items()))
+
+
+def short(value) -> str:
+    if isinstance(value, str):
+        return value
+    return str(np.round(value[:EXPERTS] if isinstance(value, list) else value, 3))
 
 
 # ----------------------------------------------------------------------------- pictures
 
-def name_models(paths: list[str]) -> list[str]:
-    """Titles such as "demo/epoch 4", or "epoch 4" if all of several files are in one folder."""
+def make_titles(paths: list[str]) -> list[str]:
+    """Such as "demo/epoch 4", or "epoch 4" if all of several files are in one folder."""
     files = [Path(path).resolve() for path in paths]
     one_folder = len(files) > 1 and len({file.parent for file in files}) == 1
-    titles = []
-    for file in files:
-        title = re.sub(r"^epoch_0*(?=\d)", "epoch ", file.stem)
-        folder = file.parent.name
-        if len(folder) > 26:      # two lines in the margin of heatmaps.png
-            folder = f"{folder[:10]}...{folder[-13:]}"
-        titles.append(title if one_folder else f"{folder}/{title}")
-    return titles
+    titles = [re.sub(r"^epoch_0*(?=\d)", "epoch ", file.stem) for file in files]
+    if one_folder:
+        return titles
+    return [f"{file.parent.name}/{title}" for file, title in zip(files, titles)]
 
 
-def colored(values: Tensor, low: float, high: float) -> Tensor:
-    """values [..., H, W] -> colors [..., 3, H, W] in [0, 1], blue at `low`, red at `high`"""
-    at = np.linspace(low, high, len(COLORS))
-    channels = [np.interp(values, at, channel) for channel in zip(*COLORS)]
-    return torch.from_numpy(np.stack(channels, axis=-3)).float()
-
-
-def heatmaps(images: Tensor, models: list[tuple[str, Tensor]]) -> Image.Image:
+def draw_heatmaps(models: list[Measured], titles: list[str], experts: int, path: Path):
     """A row of images, then a row for each expert of each model: its weights over the images.
 
-    images [M, 3, S, S] in [0, 1]; of each model its title and its weights [M, N, E], where 1 is
-    the uniform weight. Each model has a color scale of its own, shown in the margin. It spans the
-    1st to the 99th percentile of the weights, because a few extreme patches would otherwise leave
-    hardly any difference between the others.
+    Each model has a scale of colors of its own. It spans the 1st to the 99th percentile of the
+    weights, because a few extreme patches would otherwise leave hardly any difference between the
+    others.
     """
-    images = F.interpolate(images, TILE, mode="bicubic", antialias=True).clamp(0, 1)
-    rows = [images]
-    labels = [row_label(["image"])]
-    for title, weights in models:
-        low, high = np.quantile(weights, (0.01, 0.99))
-        side = math.isqrt(weights.shape[1])
-        for expert, weight in enumerate(weights.unbind(2)):
-            maps = colored(weight.unflatten(1, (side, side)), low, high)
-            rows.append(0.65 * F.interpolate(maps, TILE) + 0.35 * rgb_to_grayscale(images))
-            name = [line for part in title.split("/") for line in textwrap.wrap(part, 13)]
-            labels.append(row_label([*name, f"expert {expert}"], low, high))
-    tiles = make_grid(torch.cat(rows), nrow=len(images), padding=GAP, pad_value=1.0)
-    canvas = Image.new("RGB", (MARGIN + tiles.shape[2], tiles.shape[1]), "white")
-    canvas.paste(to_pil_image(tiles), (MARGIN, 0))
-    for row, label in enumerate(labels):
-        canvas.paste(label, (0, GAP + row * (TILE + GAP)))
-    return canvas
+    from matplotlib.figure import Figure
+    weights = [model.weights[..., :experts] for model in models]
+    images = models[0].images.permute(0, 2, 3, 1).numpy()                           # [M, S, S, 3]
+    height, width = images.shape[1:3]
+    rows = 1 + sum(weight.shape[2] for weight in weights)
+    figure = Figure(figsize=(1.3 * len(images) + 1.2, 1.35 * rows), layout="constrained")
+    axes = figure.subplots(rows, len(images), squeeze=False)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+    for axis, image in zip(axes[0], images):
+        axis.imshow(image)
+    row = 1
+    for weight, title in zip(weights, titles):
+        low, high = np.quantile(weight, (0.01, 0.99))
+        side = math.isqrt(weight.shape[1])
+        own = axes[row:row + weight.shape[2]]
+        row += weight.shape[2]
+        own[0, 0].set_title(title, loc="left", fontsize="medium")
+        for expert, line in enumerate(own):
+            line[0].set_ylabel(f"expert {expert}")
+            for axis, values, image in zip(line, weight[..., expert].numpy(), images):
+                axis.imshow(image.mean(-1), cmap="gray", vmin=0, vmax=255)
+                colors = axis.imshow(values.reshape(side, side), cmap="coolwarm", vmin=low,
+                                     vmax=high, alpha=0.65, extent=(0, width, height, 0))
+        bar = figure.colorbar(colors, ax=own, label="weight / uniform")
+        bar.ax.locator_params(axis="y", nbins=5)
+    figure.savefig(path, dpi=90)
 
 
-def row_label(title: list[str], low: float | None = None, high: float | None = None
-              ) -> Image.Image:
-    """What is in the margin beside a row: the lines of its title and its color scale."""
-    label = Image.new("RGB", (MARGIN, TILE), "white")
-    draw = ImageDraw.Draw(label)
-    right = MARGIN - 4
-    middle = TILE // 2
-    draw.multiline_text((right, middle - 3), "\n".join(title), "black", anchor="rd",
-                        align="right")
-    if low is not None:
-        scale = colored(torch.linspace(low, high, right - 8).expand(8, -1), low, high)
-        label.paste(to_pil_image(scale), (8, middle))
-        span = f"{low:.2f} to {high:.2f}\nx uniform"
-        draw.multiline_text((right, middle + 10), span, "black", anchor="ra", align="right")
-    return label
-
-
-def draw_blocks(models: list[dict], titles: list[str], experts: int, path: Path):
+def draw_blocks(models: list[Measured], titles: list[str], experts: int, path: Path):
     """Silhouette, entropy, variation and [CLS] share over blocks, a line for each expert.
 
     Experts differ by color, and the second of two models is dashed. More than two models differ
@@ -370,84 +330,82 @@ def draw_blocks(models: list[dict], titles: list[str], experts: int, path: Path)
     panels = {"silhouette": "silhouette", "entropy": "dispatch entropy (nats)",
               "dispatch_cv": "coefficient of variation", "cls_share": "[CLS] share"}
     several = len(models) > 2
-    blocks = sorted({row["block"] for numbers in models for row in numbers["blocks"]})
+    rows = [{row["block"]: row for row in model.numbers["blocks"]} for model in models]
+    blocks = sorted(set().union(*rows), key=lambda block: (block == LOSS_ROUTER, block))
     shades = colormaps["viridis"](np.linspace(0, 0.9, len(models)))
     figure = Figure(figsize=(14, 3.2), layout="constrained")
     axes = figure.subplots(1, len(panels))
     for axis, (name, panel) in zip(axes, panels.items()):
-        axis.set(title=panel, xlabel="block", xticks=blocks)
-        for i, (numbers, title) in enumerate(zip(models, titles)):
+        axis.set(title=panel, xlabel="block")
+        axis.set_xticks(range(len(blocks)), blocks)
+        for i, (row, title) in enumerate(zip(rows, titles)):
             style = "--s" if i == 1 and not several else "-o"
-            for expert, points in enumerate(lines_over_blocks(numbers["blocks"], name, experts)):
+            values = over_blocks(row, blocks, name)[:experts]
+            for expert, line in enumerate(values):
                 color = f"C{expert}"
                 if several:
                     color = shades[i]
                 elif name == "silhouette":      # one value for all experts together
                     color = "black"
-                axis.plot(*np.transpose(points), style, color=color,
-                          label=f"{title}, expert {expert}")
+                axis.plot(line, style, color=color, label=f"{title}, expert {expert}")
     lines = axes[1].lines
     figure.legend(handles=lines, loc="outside right center", ncols=math.ceil(len(lines) / 16),
                   fontsize=8)
     figure.savefig(path, dpi=90)
 
 
-def lines_over_blocks(rows: list[dict], name: str, experts: int) -> list[list[tuple]]:
-    """Rows of routing.json -> of each of the first experts, its points (block, value)
-
-    A loss router and a block may have different numbers of experts.
-    """
-    values = [np.atleast_1d(row[name]) for row in rows]
-    most = max(len(value) for value in values)
-    return [[(row["block"], value[expert]) for row, value in zip(rows, values)
-             if expert < len(value)] for expert in range(min(experts, most))]
+def over_blocks(rows: dict[int | str, dict], blocks: list[int | str], name: str) -> np.ndarray:
+    """A model's values of `name`, [E, blocks]: NaN where a block has no router or fewer experts."""
+    values = [np.atleast_1d(rows[block][name] if block in rows else []) for block in blocks]
+    lines = np.full((max(map(len, values)), len(blocks)), np.nan)
+    for column, value in enumerate(values):
+        lines[:len(value), column] = value
+    return lines
 
 
-def draw_correlation(models: list[tuple[dict, str, np.ndarray]], path: Path):
-    """The token loss of patches over expert 0's weight, with the regression line.
-
-    Of each model: its numbers, its title, and the weights and losses, [2, M'].
-    """
+def draw_correlation(models: list[Measured], titles: list[str], path: Path):
+    """The token loss of patches over expert 0's weight, with the regression line."""
     from matplotlib.figure import Figure
     columns = min(3, len(models))      # as wide as blocks.png
     rows = math.ceil(len(models) / columns)
     figure = Figure(figsize=(4.6 * columns, 3.6 * rows), layout="constrained")
-    for i, (numbers, title, (weight, loss)) in enumerate(models, start=1):
+    for i, (model, title) in enumerate(zip(models, titles), start=1):
+        weight, loss = model.points
         axis = figure.add_subplot(rows, columns, i)
         axis.scatter(weight, loss, s=2, alpha=0.25)
         slope, _ = np.polyfit(weight, loss, 1)      # the line goes through the means
         axis.axline((weight.mean(), loss.mean()), slope=slope, color="black", linestyle="--",
                     linewidth=1)
         axis.locator_params(axis="x", nbins=5)      # more labels, such as 1.0005, would overlap
-        axis.set(title=f"{title}: r = {numbers['correlation']:.3f}",
+        axis.set(title=f"{title}: r = {model.numbers['correlation']:.3f}",
                  xlabel="expert 0's dispatch weight / uniform weight", ylabel="token loss")
     figure.savefig(path, dpi=90)
 
 
 def main(args) -> list[dict]:
     """-> the numbers of routing.json, one dict for each checkpoint"""
-    machine = common.Machine(args)
+    process = common.Process(args)
     out = Path(args.out or Path(args.checkpoints[0]).parent)
     out.mkdir(parents=True, exist_ok=True)
-    models, tensors = zip(*(measure(path, args, machine) for path in args.checkpoints))
-    (out / "routing.json").write_text(json.dumps(rounded(models), indent=1) + "\n")
-    for numbers in models:
-        report(numbers)
+    models = [measure(path, args, process) for path in args.checkpoints]
+    numbers = [model.numbers for model in models]
+    (out / "routing.json").write_text(json.dumps(rounded(numbers), indent=1) + "\n")
+    for each in numbers:
+        report(each)
 
-    titles = name_models(args.checkpoints)
+    titles = make_titles(args.checkpoints)
     experts = EXPERTS if len(models) <= 2 else 1
-    weights = [each["weights"][..., :experts] for each in tensors]
-    heatmaps(tensors[0]["images"] / 255, list(zip(titles, weights))).save(out / "heatmaps.png")
     try:
+        draw_heatmaps(models, titles, experts, out / "heatmaps.png")
         draw_blocks(models, titles, experts, out / "blocks.png")
-        points = [(numbers, title, each["points"])
-                  for numbers, title, each in zip(models, titles, tensors) if "points" in each]
-        if points:
-            draw_correlation(points, out / "correlation.png")
+        known = [(model, title) for model, title in zip(models, titles)
+                 if model.points is not None]
+        if known:
+            draw_correlation(*zip(*known), out / "correlation.png")
     except ImportError:
-        print("blocks.png and correlation.png need matplotlib: pip install matplotlib")
+        print("pictures need matplotlib: pip install matplotlib")
     print(f"{out}: pictures and routing.json")
-    return list(models)
+    return numbers
 
 
 if __name__ == "__main__":

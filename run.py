@@ -4,10 +4,9 @@ It knows no stage. A checkpoint is written whole or not at all, and a run that r
 that was never stopped.
 """
 
-import contextlib
+import hashlib
 import itertools
 import json
-import math
 import os
 import signal
 import sys
@@ -19,8 +18,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import data
-from checkpoint import digest_input, first_line, load_checkpoint
-from common import FREE_FLAGS, STOP_SIGNALS, Machine, Plan, UserError, flag, leave_group, lock
+from checkpoint import first_line, load_checkpoint
+from common import FREE_FLAGS, STOP_SIGNALS, Plan, Process, UserError, flag, leave_group, lock
 
 LOG_EVERY = 20      # steps
 # A run stops after this many skipped updates in a row. They are counted in whole windows between
@@ -32,19 +31,18 @@ PATIENCE = 20
 class Log:
     """log.jsonl: means since the last line over all processes, speed, and memory."""
 
-    def __init__(self, path: Path, machine: Machine, step: int, batch_size: int):
-        self.path, self.machine, self.batch_size = path, machine, batch_size
+    def __init__(self, path: Path, process: Process, step: int, batch_size: int):
+        self.path, self.process, self.batch_size = path, process, batch_size
         self.restart(step)
-        if machine.rank == 0 and path.exists():      # a killed run logged steps it did not save
-            lines = path.read_text().splitlines(keepends=True)
-            kept = [line for line in lines
-                    if line.endswith("\n") and json.loads(line)["step"] <= step]
-            path.write_text("".join(kept))
 
     def restart(self, step: int):
         """Measures from `step` on, so that evaluation and saving do not count as training."""
-        self.step, self.since, self.waited = step, time.perf_counter(), 0.0
+        self.step = step
         self.metrics = []
+        self.restart_clock(step)
+
+    def restart_clock(self, step: int):
+        self.timed_from, self.since, self.waited = step, time.perf_counter(), 0.0
 
     def add(self, metrics: dict[str, Tensor]):
         """Keeps detached scalars and vectors, on their device."""
@@ -63,74 +61,92 @@ class Log:
 
         In training, this is the only place where the host waits for the device.
         """
-        line = {}
+        means = {}
         for name in dict.fromkeys(name for metrics in self.metrics for name in metrics):
-            mean = torch.stack([metrics[name] for metrics in self.metrics if name in metrics])
-            mean = self.machine.sum(mean.float().mean(0)) / self.machine.world
-            line[name] = mean.tolist()
-        steps = step - self.step
+            values = [metrics[name] for metrics in self.metrics if name in metrics]
+            means[name] = torch.stack(values).float().mean(0)
+        sizes = [mean.numel() for mean in means.values()]
+        flat = self.process.sum(torch.cat([mean.flatten() for mean in means.values()]))
+        parts = (flat / self.process.world).cpu().split(sizes)
+        line = {name: part.view(mean.shape).tolist()
+                for (name, mean), part in zip(means.items(), parts)}
         seconds = time.perf_counter() - self.since
-        return line | {"step": step, "skipped": round(line["skipped"] * steps),
+        return line | {"step": step, "skipped": round(line["skipped"] * (step - self.step)),
                        "memory_gib": torch.cuda.max_memory_allocated() / 2 ** 30,
-                       "images_per_second": self.batch_size * steps / seconds,
+                       "images_per_second": self.batch_size * (step - self.timed_from) / seconds,
                        "loader_wait": self.waited / seconds}
 
     def write(self, line: dict):
-        if self.machine.rank == 0:
-            with open(self.path, "a") as file:
-                file.write(json.dumps(rounded(line)) + "\n")
+        with open(self.path, "a") as file:
+            file.write(json.dumps(rounded(line)) + "\n")
+
+    def cut(self):
+        """Cuts off what a killed run logged after its last checkpoint."""
+        if not self.path.exists():
+            return
+        size = 0
+        with open(self.path, "rb") as file:
+            for line in file:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > self.step:
+                    break
+                size += len(line)
+        os.truncate(self.path, size)
 
 
 class Run:
     """A training run in its folder `args.out`: it resumes, logs, saves, and stops when asked to.
 
-    dataset: what it trains on. encoder: the arguments that rebuild the encoder. shown: the fields
-    of the log that the progress bar shows. parts: what a checkpoint consists of, such as model and
-    optimizer.
+    dataset: what it trains on. encoder: the arguments that rebuild the encoder. stateful: what a
+    checkpoint consists of, by name, such as model and optimizer. shown: the fields of the log that
+    the progress bar shows.
     """
 
-    def __init__(self, args, machine: Machine, plan: Plan, dataset, encoder: dict,
-                 shown=("loss",), **parts):
-        self.args, self.machine, self.plan, self.folder = args, machine, plan, Path(args.out)
+    def __init__(self, args, process: Process, plan: Plan, dataset, encoder: dict, stateful: dict,
+                 shown=("loss",)):
+        self.args, self.process, self.plan, self.folder = args, process, plan, Path(args.out)
+        self.stateful = stateful | {"scaler": process.scaler}
         self.shown = shown
-        self.parts = parts | {"scaler": machine.scaler}
         files = {name: getattr(args, name, None) for name in ("teacher", "checkpoint")}
         inputs = {name: digest_input(file) for name, file in files.items() if file}
         inputs["images"] = len(dataset)
         inputs["classes"] = list(getattr(dataset, "classes", []))
         self.description = {"encoder": encoder, "args": vars(args), "inputs": inputs}
+        self.first = 0               # step to do
         self.best = {}               # the best evaluation's scores
         self.line = {}               # of the log, the last one
         self.skipped_in_a_row = 0
         self.signals = []            # received and not yet acted on
         self.saved_at = time.monotonic()
         self.saved_step = None       # of last.pt
-        self.lock = lock(self.folder) if machine.rank == 0 else contextlib.nullcontext()
-        self.first = self.resume()
-        self.last = max(self.first, min(plan.steps, args.max_steps or plan.steps))
-        self.log = Log(self.folder / "log.jsonl", machine, self.first, args.batch_size)
 
-    def resume(self) -> int:
-        """Loads last.pt, if there is one -> the first step, the same in all processes."""
+    def resume(self):
+        """Locks the folder, and loads last.pt, if there is one.
+
+        All processes start from the same step. Raises UserError.
+        """
+        if self.process.rank == 0:
+            self.lock = lock(self.folder)      # as long as this object lives
         last = self.folder / "last.pt"
-        step = 0
         try:
             if last.exists():
                 state = load_checkpoint(last)
                 self.refuse_changes(state)
-                if state["scaler"]["growth_factor"] != self.machine.scaler.get_growth_factor():
-                    state["scaler"] = self.machine.scaler.state_dict()      # another precision
-                for name, part in self.parts.items():
+                if state["scaler"]["growth_factor"] != self.process.scaler.get_growth_factor():
+                    state["scaler"] = self.process.scaler.state_dict()      # another precision
+                for name, part in self.stateful.items():
                     part.load_state_dict(state[name])
                 self.best = state["best"]
-                self.saved_step = step = state["step"]
+                self.saved_step = self.first = state["step"]
         except (KeyError, RuntimeError, ValueError) as error:
             raise UserError(f"cannot resume from {last} ({first_line(error)}); remove it to "
                             "start over") from error
-        if not self.machine.agree(step):
+        if not self.process.agree(self.first):
             raise UserError("not all processes see the same last.pt: --out must be on a disk "
                             "that all machines share")
-        return step
+        self.last = max(self.first, min(self.plan.steps, self.args.max_steps or self.plan.steps))
+        self.log = Log(self.folder / "log.jsonl", self.process, self.first, self.args.batch_size)
+        if self.process.rank == 0:
+            self.log.cut()
 
     def refuse_changes(self, state: dict):
         """Raises UserError if last.pt is of a run with other flags, input files or classes.
@@ -147,11 +163,9 @@ class Run:
                    for name in sorted(new | old)
                    if name not in FREE_FLAGS and new.get(name) != old.get(name)]
         inputs = self.description["inputs"]
-        for name, title in (("teacher", "--teacher"), ("checkpoint", "CHECKPOINT")):
-            if inputs.get(name) != state["inputs"].get(name):
-                same = new[name] == old[name]
-                changes.append(f"the contents of {title} {new[name]} changed" if same
-                               else f"{title} was {old[name]}, is {new[name]}")
+        changes += [f"{title} was {old[name]}, is {new[name]}, with other contents"
+                    for name, title in (("teacher", "--teacher"), ("checkpoint", "CHECKPOINT"))
+                    if inputs.get(name) != state["inputs"].get(name)]
         if inputs["classes"] != state["inputs"]["classes"]:
             changes.append(f"the classes in --data {new['data']} changed")
         if changes:
@@ -159,7 +173,7 @@ class Run:
                             "same flags and files to resume, or another --out")
         before = f"{old['data']} with {state['inputs']['images']} images"
         now = f"{new['data']} with {inputs['images']} images"
-        if before != now and self.machine.rank == 0:
+        if before != now and self.process.rank == 0:
             print(f"--data was {before}, is {now}: the run goes on with these")
 
     def saved(self) -> str:
@@ -170,14 +184,14 @@ class Run:
 
     def announce(self, *what: str):
         """Prints the first lines of a run: what it is, and where it is."""
-        if self.machine.rank == 0:
+        if self.process.rank == 0:
             flags = json.dumps(vars(self.args), indent=1)
             (self.folder / "args.json").write_text(flags + "\n")
-            precision = str(self.machine.amp or torch.float32).removeprefix("torch.")
+            precision = str(self.process.amp or torch.float32).removeprefix("torch.")
             what = "; ".join([
                 *what, f"steps {self.first} to {self.last} of {self.plan.steps}, "
                 f"{self.plan.epoch_steps} an epoch",
-                f"{self.machine.world} x {self.machine.device.type} in {precision}"])
+                f"{self.process.world} x {self.process.device.type} in {precision}"])
             where = f"resumes, {self.saved()}" if self.first else "a new run"
             print(f"{self.args.stage}: {what}\n{self.folder}: {where}", flush=True)
 
@@ -185,19 +199,19 @@ class Run:
         """Yields the micro-batches of the steps to do. With --repeat-batch, those of step 0 come
         again and again.
         """
-        args, machine, plan = self.args, self.machine, self.plan
+        args, process = self.args, self.process
         first, last = (0, 1) if args.repeat_batch else (self.first, self.last)
-        order = data.train_order(len(views), args.batch_size, plan.micro_batch, args.seed,
-                                 first, last, machine.rank, machine.world)
-        batches = data.load(views, order, machine)
+        order = data.train_order(len(views), args.batch_size, self.plan.micro_batch, args.seed,
+                                 first, last, process.rank, process.world)
+        batches = data.load(views, order, process)
         return itertools.cycle(list(batches)) if args.repeat_batch else self.log.waiting(batches)
 
     def steps(self):
         """Yields the steps to do, with a progress bar."""
         self.hear_signals()
         bar = tqdm(range(self.first, self.last), self.args.stage, self.last, unit="step",
-                   initial=self.first, disable=self.machine.rank > 0)
-        with bar, self.lock:
+                   initial=self.first, disable=self.process.rank > 0)
+        with bar:
             for step in bar:
                 yield step
                 if self.line:
@@ -225,10 +239,10 @@ class Run:
         `evaluate` returns scores in percent, of which the first decides which step is the best.
         """
         done = step + 1
-        scheduled = done % self.plan.save_every == 0 or done == self.plan.steps
+        scheduled = done % self.plan.save_steps == 0 or done == self.plan.steps
         overdue = 0 < 60 * self.args.save_minutes <= time.monotonic() - self.saved_at
         # all processes do the same, whichever got the signal
-        overdue, signum = self.machine.largest(overdue, max(self.signals, default=0))      # 0: none
+        overdue, signum = self.process.largest(overdue, max(self.signals, default=0))      # 0: none
         saves = scheduled or overdue or signum or done == self.last
         if not saves and done % LOG_EVERY:
             return {}
@@ -237,10 +251,11 @@ class Run:
             self.line |= self.keep_best(done, evaluate())
         elif scheduled:
             self.save(f"epoch_{done // self.plan.epoch_steps:04d}.pt", done)
-        self.log.write(self.line)
+        if self.process.rank == 0:
+            self.log.write(self.line)
         self.stop_if_stuck(done)
         if saves:
-            self.save("last.pt", done, tuple(self.parts))
+            self.save("last.pt", done, tuple(self.stateful))
             self.saved_at = time.monotonic()
             self.saved_step = done
         if signum:
@@ -250,7 +265,7 @@ class Run:
 
     def measure_line(self, done: int) -> dict:
         """The log's line after `done` steps: what is measured, epoch and learning rate."""
-        group = self.parts["optimizer"].param_groups[0]
+        group = self.stateful["optimizer"].param_groups[0]
         return self.log.means(done) | {"epoch": done / self.plan.epoch_steps,
                                        "lr": group["lr"] / group["lr_scale"]}
 
@@ -274,20 +289,20 @@ class Run:
 
     def leave(self, signum: int):
         """Ends all processes after a signal, once last.pt is written."""
-        if self.machine.rank == 0:
+        if self.process.rank == 0:
             print(f"{signal.Signals(signum).name}: {self.saved()}; the same command resumes",
                   flush=True)
         leave_group()
         sys.exit(130 if signum == signal.SIGINT else 0)
 
-    def save(self, name: str, step: int, parts: tuple[str, ...] = ("model",)):
-        """Writes a checkpoint of `parts`, whole or not at all, and never one that holds a NaN."""
-        state = {part: self.parts[part].state_dict() for part in parts}
-        if self.machine.largest(not finite(state))[0]:      # all processes stop, or none
+    def save(self, name: str, step: int, what: tuple[str, ...] = ("model",)):
+        """Writes a checkpoint of `what`, whole or not at all, and never one that holds a NaN."""
+        state = {each: self.stateful[each].state_dict() for each in what}
+        if self.process.largest(not finite(state))[0]:      # all processes stop, or none
             raise UserError(f"step {step}: the model or the optimizer holds a NaN or infinity; "
                             f"{self.saved()}. To try: a lower --lr, a smaller --weight-decay, "
                             "--clip-grad 1")
-        if self.machine.rank == 0:
+        if self.process.rank == 0:
             self.write(name, state | self.description | {"step": step, "best": self.best})
 
     def write(self, name: str, checkpoint: dict):
@@ -307,18 +322,19 @@ class Run:
                             f"{self.saved()}") from error
 
     def report(self, *what: str) -> dict[str, float]:
-        """Prints the last line of a run -> the best scores"""
-        parts = [f"step {self.last} of {self.plan.steps}"]
+        """Prints the last line of a run, and releases its folder -> the best scores"""
+        said = [f"step {self.last} of {self.plan.steps}"]
         if self.line:
-            parts.append("{images_per_second:.0f} images/s, {loader_wait:.0%} of the time waiting "
-                         "for them".format(**self.line))
-            if self.machine.device.type == "cuda":
-                parts.append(f"{self.line['memory_gib']:.1f} GiB on the GPU")
+            said.append("{images_per_second:.0f} images/s, {loader_wait:.0%} of the time waiting "
+                        "for them".format(**self.line))
+            if self.process.device.type == "cuda":
+                said.append(f"{self.line['memory_gib']:.1f} GiB on the GPU")
         if self.best:
             scores = [f"{name} {value:.2f}%" for name, value in self.best.items()]
-            parts.append("best " + ", ".join(scores))
-        if self.machine.rank == 0:
-            print(f"{self.folder}: {'; '.join([*parts, *what])}")
+            said.append("best " + ", ".join(scores))
+        if self.process.rank == 0:
+            print(f"{self.folder}: {'; '.join([*said, *what])}")
+            self.lock.close()
         return self.best
 
 
@@ -331,10 +347,22 @@ def finite(state) -> bool:
 
 def rounded(value):
     """Nested lists and dicts with six digits of each number; JSON has no NaN, so None for it."""
-    if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [rounded(each) for each in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
+    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"),
+                      parse_constant=lambda text: None)
+
+
+def digest_input(name: str) -> str:
+    """What a --teacher or CHECKPOINT is, wherever it lies: a hash of the contents of its file.
+
+    The file may be open_clip's MODEL/FILE, where MODEL counts, too. What names no file, such as
+    a tag or timm/NAME, stands for itself.
+    """
+    model, _, file = name.partition("/")
+    for prefix, path in (("", Path(name)), (f"{model}/", Path(file))):
+        if path.is_file():
+            sha = hashlib.sha256()
+            with open(path, "rb") as opened:
+                while chunk := opened.read(2 ** 24):
+                    sha.update(chunk)
+            return prefix + sha.hexdigest()
+    return name

@@ -6,6 +6,7 @@
         --warmup-iterations 50
 """
 
+import itertools
 import math
 import os
 
@@ -52,10 +53,7 @@ def parse_args(argv: list[str] | None = None):
     group.add_argument("--save-every", type=positive_int, default=8000,
                        help="steps between evaluations")
     finetune.add_transfer_flags(parser, layer_decay=0.85)
-    args = common.parse_run(parser, argv, "segment")
-    if args.warmup_iterations is None:
-        args.warmup_iterations = args.iterations * (1500 / 160_000)
-    return args
+    return common.parse_run(parser, argv, "segment", warmup=1500 / 160_000)
 
 
 # --------------------------------------------------------------------------------- data
@@ -260,28 +258,21 @@ class Segmenter(nn.Module):
 
 # --------------------------------------------------------------------------- evaluation
 
-def sliding_window(model, images: Tensor, crop: int, stride: int) -> Tensor:
+def sliding_window(model, images: Tensor, classes: int, crop: int, stride: int) -> Tensor:
     """The mean logits of all windows over each pixel: [1, 3, H, W] -> [1, C, H, W]
 
     H and W are at least `crop`. The last window of a row or column ends at the edge of the image.
-    model: [K, 3, crop, crop] -> logits [K, C, crop, crop]. K is at most 16, so that a panorama
-    takes no more memory than another image.
+    model: [1, 3, crop, crop] -> logits [1, C, crop, crop], C is `classes`.
     """
     _, _, height, width = images.shape
     rows, columns = ([min(i * stride, size - crop)
                       for i in range(math.ceil((size - crop) / stride) + 1)]
                      for size in (height, width))
-    corners = [(y, x) for y in rows for x in columns]
+    total = images.new_zeros(1, classes, height, width)
     count = images.new_zeros(1, 1, height, width)
-    for start in range(0, len(corners), 16):
-        part = corners[start:start + 16]
-        crops = [images[:, :, y:y + crop, x:x + crop] for y, x in part]
-        windows = model(torch.cat(crops)).float()
-        if start == 0:
-            total = windows.new_zeros(1, windows.shape[1], height, width)
-        for (y, x), window in zip(part, windows):
-            total[:, :, y:y + crop, x:x + crop] += window
-            count[:, :, y:y + crop, x:x + crop] += 1
+    for y, x in itertools.product(rows, columns):
+        total[:, :, y:y + crop, x:x + crop] += model(images[:, :, y:y + crop, x:x + crop])
+        count[:, :, y:y + crop, x:x + crop] += 1
     return total / count
 
 
@@ -306,27 +297,27 @@ def scores(matrix: Tensor) -> dict[str, float]:
 
 
 @torch.no_grad()
-def evaluate(model: Segmenter, views: EvalScenes, machine: common.Machine) -> dict[str, float]:
+def evaluate(model: Segmenter, views: EvalScenes, process: common.Process) -> dict[str, float]:
     """-> scores over all of `views` and all processes, by sliding windows"""
     model.eval()
-    machine.share_buffers(model)
+    process.share_buffers(model)
     crop, classes = views.crop, views.classes
     stride = max(1, round(crop * 341 / 512))
-    matrix = torch.zeros(classes, classes, dtype=torch.long, device=machine.device)
-    for batch in data.eval_batches(views, 1, machine):
+    matrix = torch.zeros(classes, classes, dtype=torch.long, device=process.device)
+    for batch in data.eval_batches(views, 1, process):
         annotation = batch["annotation"][0]
-        with machine.autocast():
+        with process.autocast():
             logits = sliding_window(lambda x: resize(model(x)[0].float(), (crop, crop)),
-                                    data.normalize(batch["image"] / 255), crop, stride)
+                                    data.normalize(batch["image"] / 255), classes, crop, stride)
         predicted = resize(logits, annotation.shape)[0].argmax(0)
         matrix += confusion(predicted, annotation, classes)
     model.train()
-    return scores(machine.sum(matrix))
+    return scores(process.sum(matrix))
 
 
 def main(args) -> dict[str, float]:
     """-> the scores of the best evaluation"""
-    machine = common.Machine(args)
+    process = common.Process(args)
     checkpoint = load_checkpoint(args.checkpoint)
     crop = args.crop_size
     patch_size = checkpoint["encoder"]["patch_size"]
@@ -340,17 +331,17 @@ def main(args) -> dict[str, float]:
     else:
         scenes, val = (Scenes(args.data, split) for split in ("training", "validation"))
 
-    common.seed_everything(args.seed)
+    common.seed_torch(args.seed)
     encoder = load_encoder(checkpoint, crop // patch_size, args.drop_path)
     finetune.apply_recipe(args, encoder)
-    segmenter = Segmenter(encoder, classes, args.width).to(machine.device)
-    if machine.world > 1 and machine.device.type == "cuda":
+    segmenter = Segmenter(encoder, classes, args.width).to(process.device)
+    if process.world > 1 and process.device.type == "cuda":
         # In place: statistics over all processes' images. Its forward pass makes the host wait.
         nn.SyncBatchNorm.convert_sync_batchnorm(segmenter)
 
     def compute_loss(model: nn.Module, batch: dict) -> dict[str, Tensor]:
         target = batch["annotation"].long() - 1                 # -1 is ignored
-        with machine.autocast():
+        with process.autocast():
             outputs = model(data.normalize(batch["image"] / 255))
         # means over all pixels, labeled or not, as in mmsegmentation
         main_loss, auxiliary = (
@@ -362,10 +353,10 @@ def main(args) -> dict[str, float]:
 
     views = TrainScenes(scenes, crop, classes, args.seed)
     val_views = EvalScenes(val, crop, classes)
-    plan = common.make_plan(args, machine.world, len(scenes), unit="iterations", decay="linear")
-    return finetune.fit(args, machine, plan=plan, model=segmenter, views=views,
+    plan = common.make_plan(args, process.world, len(scenes), unit="iterations", decay="linear")
+    return finetune.fit(args, process, plan=plan, model=segmenter, views=views,
                         compute_loss=compute_loss,
-                        score=lambda: evaluate(segmenter, val_views, machine),
+                        score=lambda: evaluate(segmenter, val_views, process),
                         lr_scale=finetune.layerwise_lr(len(encoder.blocks), args.layer_decay))
 
 

@@ -67,16 +67,16 @@ def held_out(path: Path, count: int = 1000) -> tuple[Tensor, Tensor | None]:
     teacher = build_teacher(args.teacher, args.image_size // args.patch_size)
     student = pretrain.build_student(args, teacher.dim).eval()
     student.load_state_dict(file["model"])
-    machine = common.Machine(routing.parse_args([str(path), "--amp", "off", "--workers", "0"]))
-    teacher.to(machine.device)
-    student.to(machine.device)
+    process = common.Process(routing.parse_args([str(path), "--amp", "off", "--workers", "0"]))
+    teacher.to(process.device)
+    student.to(process.device)
     dataset = data.open_images(args.data, "val", args.image_size)
     views = data.TrainViews(dataset, args.image_size, 0, student.encoder.grid, args.mask_ratio)
     order = np.random.default_rng(0).permutation(len(dataset))[:count]
     batches = [[(0, int(i)) for i in part] for part in np.array_split(order, 10)]
     losses = []
     weights = []
-    for batch in data.load(views, batches, machine):
+    for batch in data.load(views, batches, process):
         images = data.augment(batch)
         pred = student(data.normalize(images), batch["mask"])
         ids = pred.ids_keep[..., None].expand(-1, -1, teacher.dim)
@@ -112,13 +112,11 @@ def measure(run: Path) -> dict:
         seen, = json.loads((run / "routing.json").read_text())
         block = seen["blocks"][-1]      # of the router that weights the loss
         first = weight[..., 0]          # expert 0
-        spread = weight.var(1, False).sum(-1).mean().item()
         aimed = log(".", "lambda")[-1][0] if args.get("variation") else None
-        row |= {"ratio": log(".", "token_ratio")[-1], "r": seen["correlation"],
+        row |= {"ratio": (log(".", "token_ratio") or [1.0])[-1], "r": seen["correlation"],
                 "variation": first.std(1, False).mean().item(), "cls": max(block["cls_share"]),
                 "silhouette": block["silhouette"], "scale": block["scale"],
-                "lambda": aimed or args["entropy_weight"][0],
-                "equilibrium_lambda": -((first - 1) * loss).mean().item() / spread}
+                "lambda": aimed or args["entropy_weight"][0]}
         if "foreground_auc" in seen:
             row["foreground"] = seen["foreground_auc"][0]
     return rounded(row)
@@ -206,43 +204,6 @@ def results(rows: list[dict], to: str | None = None) -> str:
     return markdown(table)
 
 
-def groups(rows: list[dict], *starts: str) -> list[list[dict]]:
-    """The rows whose names begin so, each a list of its seeds, in the order of the file."""
-    groups = {}
-    for row in rows:
-        if row["row"].startswith(starts):
-            groups.setdefault(row["row"], []).append(row)
-    return list(groups.values())
-
-
-def at_equilibrium(group: list[dict]) -> tuple[float, float, float]:
-    """Three variations, see "What lambda does" in README.md: if each patch's weight were chosen
-    freely; the measured one; and if the router's scale were at its optimum.
-    """
-    mean = {key: statistics.mean(row[key] for row in group)
-            for key in ("std", "variation", "equilibrium_lambda", "lambda")}
-    settled = mean["variation"] * mean["equilibrium_lambda"] / mean["lambda"]
-    return mean["std"] / mean["lambda"], mean["variation"], settled
-
-
-def lambda_table(sets: dict[str, list[dict]]) -> str:
-    """What lambda does, in numbers."""
-    table = [["", "seeds", "lambda", "std(loss)", "std(loss) / lambda", "variation",
-              "at equilibrium", "equilibrium lambda", "scale"]]
-    for name, rows in sets.items():
-        for group in groups(rows, "coupled", "aimed", "long-coupled", "long-aimed", "experts16-"):
-            def column(key: str, digits: int, group=group) -> str:
-                return cell({row["seed"]: row[key] for row in group}, {}, digits)
-            weights = {row["lambda"] for row in group}
-            weight = column("lambda", 3) if len(weights) > 1 else f"{max(weights):.3g}"
-            scale = number(statistics.mean(row["scale"] for row in group), 2)
-            std = number(statistics.mean(row["std"] for row in group), 4)
-            free, measured, settled = (f"{x:.2g}" for x in at_equilibrium(group))
-            table.append([f"{name} {group[0]['row']}", str(len(group)), weight, std, free,
-                          measured, settled, column("equilibrium_lambda", 3), scale])
-    return markdown(table)
-
-
 def fill(text: str, name: str, table: str) -> str:
     """Puts a table between <!-- table.py NAME --> and <!-- end -->."""
     return re.sub(rf"(<!-- table.py {name} -->\n).*?(<!-- end -->)",
@@ -257,7 +218,6 @@ def main(args: argparse.Namespace) -> dict[str, str]:
     sets = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
     tables = {name: results(sets[name], args.to) for name in args.sets if name in sets}
     if not args.to:
-        tables["lambda"] = lambda_table(sets)
         readme = args.out / "README.md"
         for name, table in tables.items() if readme.exists() else ():
             readme.write_text(fill(readme.read_text("utf-8"), name, table), "utf-8")
