@@ -17,7 +17,7 @@ from common import non_negative, non_negative_int, number, positive_int
 from losses import explore_losses
 from model import DECODER, LOSS_ROUTER_EXPERTS, PRESETS, Explore, Router, build_vit
 from run import Run
-from teacher import build_teacher
+from teacher import Teacher, build_teacher
 
 # what --objective takes, and the names that losses.explore_losses gives to the terms
 OBJECTIVES = {"token": ["token"], "token_cls": ["token", "cls"],
@@ -125,65 +125,62 @@ def check(parser, args):
     objectives = OBJECTIVES[args.objective]
     softmin = args.loss_weights == "softmin"
     router = args.experts or args.loss_router
-    weighted = softmin or (router and args.loss_weights != "uniform")
+    coupled = args.loss_weights in ("dispatch", "combine")
     static = args.balance == "static"
     # argparse hands out the default itself where the flag is not given
     lambda_given = args.entropy_weight is not parser.get_default("entropy_weight")
 
-    def needs(name: str, met, condition: str):
-        """Refuses a flag that is not at its default, unless the condition is met."""
+    # flag, the condition without which it changes nothing, and the condition in words
+    for name, met, condition in (
+            ("moe_blocks", args.experts, "--experts above 0"),
+            ("loss_block", args.experts, "--experts above 0"),
+            ("loss_block", not args.loss_router, "a run without --loss-router"),
+            ("loss_router", coupled, "--loss-weights dispatch or combine"),
+            ("loss_weights", router or softmin, "--experts above 0 or --loss-router"),
+            ("detach", router, "--experts above 0 or --loss-router"),
+            ("detach", coupled, "--loss-weights dispatch or combine"),
+            ("entropy_weight", router or softmin, "--experts above 0 or --loss-router"),
+            ("variation", softmin or (router and coupled), "a loss that is weighted: --experts "
+             "above 0 or --loss-router, and not --loss-weights uniform"),
+            ("variation", not lambda_given, "a run without --entropy-weight"),
+            ("entropy_on", router, "--experts above 0 or --loss-router"),
+            ("importance_weight", router, "--experts above 0 or --loss-router"),
+            ("balance", len(objectives) > 1, "an --objective of several terms"),
+            ("cls_weight", static and "cls" in objectives,
+             "--balance static, and cls in --objective"),
+            ("pixel_weight", static and "pixel" in objectives,
+             "--balance static, and pixel in --objective"),
+            ("gradnorm_alpha", args.balance == "gradnorm", "--balance gradnorm"),
+            ("gradnorm_lr", args.balance == "gradnorm", "--balance gradnorm")):
         if not met and getattr(args, name) != parser.get_default(name):
             parser.error(f"{common.flag(name)} needs {condition}")
 
-    needs("moe_blocks", args.experts, "--experts above 0")
-    needs("loss_block", args.experts, "--experts above 0")
-    needs("loss_block", not args.loss_router, "a run without --loss-router")
-    needs("loss_router", args.loss_weights in ("dispatch", "combine"),
-          "--loss-weights dispatch or combine")
-    needs("loss_weights", router or softmin, "--experts above 0 or --loss-router")
-    needs("detach", router, "--experts above 0 or --loss-router")
-    needs("detach", args.loss_weights in ("dispatch", "combine"),
-          "--loss-weights dispatch or combine")
-    needs("entropy_weight", router or softmin, "--experts above 0 or --loss-router")
-    needs("variation", weighted, "a loss that is weighted: --experts above 0 or --loss-router, and "
-          "not --loss-weights uniform")
-    needs("variation", not lambda_given, "a run without --entropy-weight")
-    needs("entropy_on", router, "--experts above 0 or --loss-router")
-    needs("importance_weight", router, "--experts above 0 or --loss-router")
-    needs("balance", len(objectives) > 1, "an --objective of several terms")
-    needs("cls_weight", static and "cls" in objectives, "--balance static, and cls in --objective")
-    needs("pixel_weight", static and "pixel" in objectives,
-          "--balance static, and pixel in --objective")
-    needs("gradnorm_alpha", args.balance == "gradnorm", "--balance gradnorm")
-    needs("gradnorm_lr", args.balance == "gradnorm", "--balance gradnorm")
-
-    def refuse(wrong, message: str):
-        if wrong:
-            parser.error(message)
-
-    patches = (args.image_size // args.patch_size) ** 2
-    masked = int(args.mask_ratio * patches)
-    count = len(follows(args))      # of lambdas
-    refuse(not 0 < masked < patches,
-           f"--mask-ratio {args.mask_ratio} masks {masked} of {patches} patches: at least one must "
-           "be masked and one visible")
-    refuse(softmin and not lambda_given and not args.variation,
-           "--loss-weights softmin needs --entropy-weight or --variation")
-    refuse(softmin and min(args.entropy_weight) == 0,
-           "--loss-weights softmin needs an --entropy-weight above 0")
-    refuse(lambda_given and len(args.entropy_weight) > count,
-           f"--entropy-weight has {len(args.entropy_weight)} values for {count} lambdas")
-    refuse(args.experts == 1 and not args.loss_router and args.encoding == "dense"
-           and "pixel" in objectives and args.loss_weights in ("dispatch", "combine"),
-           "--experts 1: with --encoding dense, expert 1 weights the pixel loss, so there must "
-           "be 2")
     try:
         with torch.device("meta"):
             blocks = build_student(args, teacher_dim=1).encoder.moe_blocks
     except ValueError as error:
         parser.error(str(error))
-    refuse(set(args.loss_block or []) - set(blocks),
-           f"--loss-block {args.loss_block}: the MoE blocks are {blocks}")
+    patches = (args.image_size // args.patch_size) ** 2
+    masked = int(args.mask_ratio * patches)
+    count = len(follows(args))      # of lambdas
+    dense_pixels = args.encoding == "dense" and "pixel" in objectives
+    for wrong, message in (
+            (not 0 < masked < patches,
+             f"--mask-ratio {args.mask_ratio} masks {masked} of {patches} patches: at least one "
+             "must be masked and one visible"),
+            (softmin and not lambda_given and not args.variation,
+             "--loss-weights softmin needs --entropy-weight or --variation"),
+            (softmin and min(args.entropy_weight) == 0,
+             "--loss-weights softmin needs an --entropy-weight above 0"),
+            (lambda_given and len(args.entropy_weight) > count,
+             f"--entropy-weight has {len(args.entropy_weight)} values for {count} lambdas"),
+            (coupled and dense_pixels and args.experts == 1 and not args.loss_router,
+             "--experts 1: with --encoding dense, expert 1 weights the pixel loss, so there must "
+             "be 2"),
+            (set(args.loss_block or []) - set(blocks),
+             f"--loss-block {args.loss_block}: the MoE blocks are {blocks}")):
+        if wrong:
+            parser.error(message)
 
 
 def follows(args) -> list[str]:
@@ -238,21 +235,18 @@ def main(args):
     coupling = dict(objectives=objectives, loss_block=args.loss_block,      # Eq. 5 to 7
                     loss_weights=args.loss_weights, detach=args.detach,
                     entropy_on=args.entropy_on, importance_weight=args.importance_weight)
-    parts = dict(model=student, optimizer=optimizer, balance=balance)
+    stateful = dict(model=student, optimizer=optimizer, balance=balance)
     if args.variation:
-        parts["lambda"] = lambdas
+        stateful["lambda"] = lambdas
 
-    run = Run(args, process, plan, dataset, student.encoder.config, parts, shown=objectives)
+    run = Run(args, process, plan, dataset, student.encoder.config, stateful, shown=objectives)
     run.resume()
     millions = sum(p.numel() for p in student.encoder.parameters()) / 1e6
     run.announce(f"{args.model}, {millions:.1f} M parameters, {args.experts} experts, "
                  f"{args.objective}", f"{len(dataset)} images")
     if run.first == 0:
         run.save("epoch_0000.pt", 0)
-    compute_losses = explore_losses
-    if process.compile:
-        teacher.compile()
-        compute_losses = compile_student(args, student)
+    compute_losses = compiled(args, teacher, student) if process.compile else explore_losses
     model = process.parallel(student).train()
     routers = [module for module in student.modules() if isinstance(module, Router)]
     batches = run.batches(
@@ -280,8 +274,8 @@ def main(args):
                 process.scaler.scale(loss / plan.micro_steps).backward()
             run.log.add(metrics | {"loss": loss.detach()})
 
-        run.log.add(common.optimizer_step(optimizer, process.scaler, args.clip_grad))
-        run.log.add({"objective_weights": w.clone()})
+        metrics = common.optimizer_step(optimizer, process.scaler, args.clip_grad)
+        run.log.add(metrics | {"objective_weights": w.clone()})
         balance.update()
         lambdas.update()
         if routers:
@@ -290,25 +284,26 @@ def main(args):
             run.log.add({"lambda": lambdas(w)})
         line = run.end_step(step)      # writes the log and checkpoints, stops after a signal
         warn_of_collapse(line)
-    out = shlex.quote(args.out)
-    where = f"--data {shlex.quote(args.data)}"
-    run.report(f"next: python routing.py {out}/last.pt {where} && python plot.py {out}; with "
-               f"labels: python knn.py {out}/epoch_*.pt {where}")
+    run.report(next_commands(args))
 
 
-def compile_student(args, student: Explore):
-    """Compiles the student in place -> `explore_losses`, compiled if possible
+def compiled(args, teacher: Teacher, student: Explore):
+    """Compiles the models in place -> `explore_losses`, compiled if possible
 
     GradNorm differentiates what follows the blocks once for each objective, but the backward pass
-    of a compiled graph runs only once; --recompute calls each block twice. So the blocks are
-    compiled one by one there.
+    of a compiled graph runs only once; --recompute calls each block twice. So there, the blocks
+    are compiled one by one.
     """
-    if args.balance == "gradnorm" or args.recompute:
-        for block in student.encoder.blocks:
-            block.compile()
-    else:
-        student.compile()
+    blockwise = args.balance == "gradnorm" or args.recompute
+    for module in [teacher, *(student.encoder.blocks if blockwise else [student])]:
+        module.compile()
     return explore_losses if args.balance == "gradnorm" else torch.compile(explore_losses)
+
+
+def next_commands(args) -> str:
+    out, where = shlex.quote(args.out), f"--data {shlex.quote(args.data)}"
+    return (f"next: python routing.py {out}/last.pt {where} && python plot.py {out}; with labels: "
+            f"python knn.py {out}/epoch_*.pt {where}")
 
 
 def warn_of_collapse(line: dict):

@@ -133,6 +133,8 @@ class Run:
                 self.refuse_changes(state)
                 if state["scaler"]["growth_factor"] != self.process.scaler.get_growth_factor():
                     state["scaler"] = self.process.scaler.state_dict()      # another precision
+                if missing := self.stateful.keys() - state.keys():
+                    raise ValueError(f"an earlier version's, without {', '.join(missing)}")
                 for name, part in self.stateful.items():
                     part.load_state_dict(state[name])
                 self.best = state["best"]

@@ -2909,6 +2909,32 @@ def test_compiled_training_follows_the_plain_curve(stage, monkeypatch, flags):
     torch.testing.assert_close(plain["model"], compiled["model"], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("flags, others", (
+    ("--balance gradnorm", 1),      # the teacher
+    ("--recompute", 2)))            # and explore_losses
+def test_every_block_is_compiled_in_few_graphs_that_serve_all_steps(stage, monkeypatch, flags,
+                                                                    others):
+    """Eleven blocks have eleven probabilities of drop path, more than torch.compile tries."""
+    graphs = []
+    calls = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lambda *args: calls.append(graph) or graph(*args)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setitem(model.PRESETS, "vit_nano", dict(dim=96, depth=12, heads=3))
+    seen = []
+    end_step = run.Run.end_step
+    monkeypatch.setattr(run.Run, "end_step", lambda *args: (
+        seen.append((len(graphs), len(calls))), end_step(*args))[1])
+    torch._dynamo.reset()
+    train(stage("pretrain", f"--max-steps 4 --compile --drop-path 0.3 {flags}"))
+    compiled, called = zip(*seen)
+    assert compiled[1] == compiled[3] < 12
+    blocks = 12 * (2 if "recompute" in flags else 1)
+    assert np.diff(called).tolist() == [blocks + others] * 3
+
+
 @pytest.mark.parametrize("flags, expected", (
     ("--image-size 33", "image size 33 is no multiple of patch size 8"),
     ("--batch-size 64", "has only 32 training images"),
