@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import math
@@ -9,9 +10,9 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +37,8 @@ class UserError(Exception):
     """An error that the user can mend. It is printed as one line, and the exit code is 2."""
 
 
-class LocalError(UserError):
-    """A UserError that a single process may meet, such as a broken image: that one prints it."""
+class ReadError(UserError):
+    """An image or annotation that cannot be read."""
 
 
 def launch(main, args: argparse.Namespace):
@@ -47,8 +48,7 @@ def launch(main, args: argparse.Namespace):
         main(args)
         leave_group()
     except (UserError, LoadError, OSError) as error:
-        # once on each machine, because another machine's files may be in order
-        if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, LocalError):
+        if first_to_say(str(error)):
             print(f"{script}: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -61,6 +61,20 @@ def launch(main, args: argparse.Namespace):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for process in multiprocessing.active_children():
             process.kill()
+
+
+def first_to_say(message: str) -> bool:
+    """Whether no other process of this machine has said this before.
+
+    Another machine says it again, because its files may be other ones.
+    """
+    if not dist.is_initialized():
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    with contextlib.suppress(Exception):      # without the first process, nobody keeps count
+        store = dist.distributed_c10d._get_default_store()
+        machine = socket.gethostname() + os.environ.get("GROUP_RANK", "")
+        return store.add(f"{machine}: {message}", 1) == 1
+    return True
 
 
 def leave_group():
@@ -102,10 +116,18 @@ non_negative_int = number(int, "[0, inf)")
 non_negative = number(float, "[0, inf)")
 
 
+class Parser(argparse.ArgumentParser):
+    """Prints what is wrong in one process of a machine only: all have the same flags."""
+
+    def error(self, message: str):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            sys.exit(2)
+        super().error(message)
+
+
 def make_parser(doc: str) -> argparse.ArgumentParser:
     """A parser with the flags that every stage has."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=HelpFormatter,
-                                     allow_abbrev=False)
+    parser = Parser(description=doc, formatter_class=HelpFormatter, allow_abbrev=False)
     group = parser.add_argument_group("input and machine")
     group.add_argument(
         "--data", metavar="FOLDER", default=os.environ.get("IMAGENET", "data/imagenet"),
@@ -197,7 +219,9 @@ def name_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
     for name in sorted(named & vars(args).keys()):
         value = getattr(args, name)
         if value != parser.get_default(name):
-            value = Path(value).name if name == "data" else value
+            if name == "data" and os.sep in value:      # other folders may have the same name
+                digest = hashlib.sha256(os.fsencode(os.path.abspath(value))).hexdigest()[:6]
+                value = f"{Path(value).name}-{digest}"
             value = "+".join(map(str, value)) if isinstance(value, list) else value
             words.append(f"{name}={value}")
     name = re.sub(r"[^\w.=+-]+", "-", "_".join(words))
@@ -264,6 +288,22 @@ class Process:
         highest, minus_lowest = self.largest(value, -value)
         return highest == -minus_lowest
 
+    def first_alone(self, function, *args):
+        """Calls a function in the first process alone. If it raises a UserError there, all
+        processes raise it.
+        """
+        said = torch.zeros(1000, dtype=torch.uint8)
+        if self.rank == 0:
+            try:
+                function(*args)
+            except UserError as error:
+                text = str(error).encode()[:len(said)]
+                said[:len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if self.world > 1:
+            dist.broadcast(said, 0)      # on the CPU
+        if said.any():
+            raise UserError(bytes(said.tolist()).rstrip(b"\0").decode(errors="ignore"))
+
     def share_buffers(self, model: nn.Module):
         """Gives all processes the first one's BatchNorm statistics, so that they evaluate the
         same model.
@@ -311,7 +351,8 @@ def lock(folder: Path, wait: bool = False) -> contextlib.ExitStack:
 
 # ------------------------------------------------------------------------- optimization
 
-class Plan(NamedTuple):
+@dataclasses.dataclass
+class Plan:
     """How a run divides its images into steps, and the learning rate of each step."""
     micro_batch: int      # images of one forward pass of one process
     micro_steps: int      # forward passes of one process in a step

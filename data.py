@@ -24,7 +24,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import functional as TF
 from tqdm import tqdm
 
-from common import STOP_SIGNALS, LocalError, Process, UserError, lock
+from common import STOP_SIGNALS, Process, ReadError, UserError, lock
 from model import IMAGENET_MEAN, IMAGENET_STD
 from shapes import Shapes
 
@@ -40,7 +40,7 @@ ALTERNATIVES = ("; --data also takes cifar10, food101 and shapes, pretrain.py an
 def read_image(path: str | os.PathLike) -> Tensor:
     """Reads an image file as RGB, uint8 [3, H, W]: the pixels that Pillow gives.
 
-    An orientation in the file is applied, and transparency becomes white. Raises LocalError.
+    An orientation in the file is applied, and transparency becomes white. Raises ReadError.
     """
     # torchvision decodes most JPEGs to the same pixels in less time; Pillow reads what it cannot
     with contextlib.suppress(Exception):
@@ -60,8 +60,15 @@ def read_image(path: str | os.PathLike) -> Tensor:
                     Image.new("RGBA", picture.size, "white"), picture)
             return TF.pil_to_tensor(picture.convert("RGB"))
     except Exception as error:      # Pillow raises many kinds for broken files
-        raise LocalError(f"cannot read the image {path} ({type(error).__name__}: {error})"
+        raise ReadError(f"cannot read the image {path} ({type(error).__name__}: {error})"
                          ) from error
+
+
+class Food(Food101):
+    """Food-101, whose images are read as those of folders are."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return read_image(self._image_files[index]), self._labels[index]
 
 
 class Folder(DatasetFolder):
@@ -117,12 +124,11 @@ def is_image(path: str) -> bool:
 
 def torchvision_set(name: str, split: str) -> CIFAR10 | Food101:
     """CIFAR-10 or Food-101, which torchvision downloads to data/."""
-    how = dict(transform=TF.pil_to_tensor, download=True)
     try:
         with lock(Path("data"), wait=True):      # one process at a time, on all machines
             if name == "cifar10":
-                return CIFAR10("data", train=split == "train", **how)
-            return Food101("data", "train" if split == "train" else "test", **how)
+                return CIFAR10("data", split == "train", TF.pil_to_tensor, download=True)
+            return Food("data", "train" if split == "train" else "test", download=True)
     except (OSError, RuntimeError) as error:
         raise UserError(f"--data {name}: torchvision could not download it ({error}); "
                         "give a folder of images instead") from error
@@ -131,15 +137,23 @@ def torchvision_set(name: str, split: str) -> CIFAR10 | Food101:
 def open_images(data: str, split: str, image_size: int, labels: bool = True) -> Dataset:
     """The set that `--data` names, of `split` "train" or "val". Raises UserError.
 
-    Without `labels`, any folder of images will do. If it has a folder named like the split, the
-    images in there are taken, otherwise all.
+    Without `labels`, any folder of images will do.
     """
     if data in DRAWN:
-        return Shapes(split, image_size, noise=data == "shapes-noise")
-    if data in DOWNLOADED:
-        return torchvision_set(data, split)
-    if labels:
-        return Folder(data, split)
+        dataset = Shapes(split, image_size, noise=data == "shapes-noise")
+    elif data in DOWNLOADED:
+        dataset = torchvision_set(data, split)
+    elif labels:
+        dataset = Folder(data, split)
+    else:
+        dataset = open_photos(data, split)
+    if labels and not hasattr(dataset, "classes"):
+        raise UserError(f"--data {data} has no labels, and this needs some")
+    return dataset
+
+
+def open_photos(data: str, split: str) -> Photos:
+    """All images in a folder or, if it has a folder named like the split, in that one."""
     if not os.path.exists(data):
         raise UserError(f"--data {data}: no such file or folder; expected images{ALTERNATIVES}")
     folder = os.path.join(data, split)
@@ -154,18 +168,18 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
 def first_readable(dataset: Dataset, index: int) -> tuple[int, Tensor, int]:
     """The image at `index` or, if it cannot be read, the next one -> (index, image, label)
 
-    With this, one broken file does not end a run of days. Raises LocalError after 50 in a row,
+    With this, one broken file does not end a run of days. Raises ReadError after 50 in a row,
     because then the disk or the whole folder is more likely to be broken than single files.
     """
     for _ in range(50):
         try:
             image, label = dataset[index]
             return index, image, label
-        except LocalError as error:
+        except ReadError as error:
             print_once(f"{error}: the next image takes its place")
             index = (index + 1) % len(dataset)
             last = error
-    raise LocalError(f"50 images in a row cannot be read; the last one: {last}")
+    raise ReadError(f"50 images in a row cannot be read; the last one: {last}")
 
 
 @functools.cache
@@ -309,8 +323,8 @@ def load(views: Dataset, order, process: Process):
         for batch in loader:
             yield {name: value.to(process.device, non_blocking=True)
                    for name, value in batch.items()}
-    except LocalError as error:      # the message of a loader's error begins with its traceback
-        raise LocalError(str(error).split("LocalError: ")[-1].strip()) from None
+    except ReadError as error:      # the message of a loader's error begins with its traceback
+        raise ReadError(str(error).split("ReadError: ")[-1].strip()) from None
 
 
 def eval_batches(views: Dataset, batch_size: int, process: Process, what: str = "val"):

@@ -222,17 +222,21 @@ def evaluate(model: nn.Module, views: data.CenterViews,
 
 
 def fit(args, process: common.Process, plan: common.Plan, model: nn.Module,
-        views, compute_loss, score, lr_scale=lambda name: 1.0) -> dict[str, float]:
+        views, val_views, compute_loss, evaluate, lr_scale=lambda name: 1.0) -> dict[str, float]:
     """The supervised loop, which linprobe.py and segment.py use too -> the best scores.
 
     model has an `encoder`. views: of training images, as `data.TrainViews` are. compute_loss(model,
-    batch) returns metrics, among them "loss", which is what the gradient is of. score() evaluates:
-    it returns scores in percent, and the first of them decides which evaluation is the best.
-    lr_scale: see `common.adamw`.
+    batch) returns metrics, among them "loss", which is what the gradient is of. evaluate(model,
+    val_views, process) returns scores in percent, and the first of them decides which evaluation
+    is the best. lr_scale: see `common.adamw`.
     """
+    if plan.micro_batch == 1 and any(isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d))
+                                     for module in model.modules()):
+        raise UserError("--micro-batch 1: batch normalization needs two images or more in each "
+                        "process")
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
     run = Run(args, process, plan, views.dataset, model.encoder.config,
-              dict(model=model, optimizer=optimizer))
+              dict(model=model, optimizer=optimizer), val=val_views.dataset)
     run.resume()
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
@@ -256,7 +260,7 @@ def fit(args, process: common.Process, plan: common.Plan, model: nn.Module,
             run.log.add({name: value.detach() for name, value in metrics.items()})
 
         run.log.add(common.optimizer_step(optimizer, process.scaler, args.clip_grad))
-        run.end_step(step, score)
+        run.end_step(step, lambda: evaluate(model, val_views, process))
     return run.report()
 
 
@@ -286,8 +290,8 @@ def fit_classifier(args, process: common.Process, model: Classifier,
                                         label_smoothing=0.1 if strong else 0.0)}
 
     return fit(args, process, plan=common.make_plan(args, process.world, len(dataset)),
-               model=model, views=views, compute_loss=compute_loss,
-               score=lambda: evaluate(model, val_views, process), lr_scale=lr_scale)
+               model=model, views=views, val_views=val_views, compute_loss=compute_loss,
+               evaluate=evaluate, lr_scale=lr_scale)
 
 
 def main(args) -> dict[str, float]:

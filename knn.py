@@ -16,7 +16,7 @@ from torch import Tensor
 
 import common
 import data
-from checkpoint import load_encoder
+from checkpoint import load_checkpoint, load_encoder
 from common import number, positive_int
 from model import ViT
 
@@ -82,7 +82,8 @@ def main(args) -> list[float]:
     datasets = {}      # by image size: (training, validation)
     results = {}
     for path in args.checkpoints:
-        encoder = load_encoder(path).to(process.device).eval()
+        checkpoint = load_checkpoint(path)
+        encoder = load_encoder(checkpoint).to(process.device).eval()
         size = encoder.config["image_size"]
         if size not in datasets:
             datasets[size] = [data.open_images(args.data, split, size)
@@ -104,8 +105,10 @@ def main(args) -> list[float]:
         results[path] = 100 * hits / len(truth)
         if process.rank == 0:
             print(f"{results[path]:6.2f}%  {path}", flush=True)
-            row = {"checkpoint": path, "data": args.data, "k": args.k,
-                   "temperature": args.temperature, "top1": results[path]}
+            row = {"checkpoint": path, "path": str(Path(path).resolve()),
+                   "step": checkpoint.get("step"), "epoch": checkpoint.get("epoch"),
+                   "data": args.data, "k": args.k, "temperature": args.temperature,
+                   "top1": results[path]}
             with open(out / "knn.jsonl", "a") as file:      # keeps what other runs write
                 file.write(json.dumps(row) + "\n")
     if process.rank == 0 and len(results) > 1:

@@ -47,7 +47,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def read_lines(path: Path) -> list[dict]:
     """The rows of a file that may be missing; a killed run leaves half of a last line."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if line.endswith("\n"):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise common.UserError(f"{path}: line {number} is not JSON") from error
+    return rows
 
 
 def read_run(folder: str) -> list[dict]:
@@ -55,13 +62,28 @@ def read_run(folder: str) -> list[dict]:
     log = read_lines(Path(folder, "log.jsonl"))
     if not log:
         raise common.UserError(f"{folder} has no log.jsonl with a line: give folders of runs")
+    own = Path(folder).resolve()
     accuracy = {}      # the latest of each epoch
+    unclear = 0
     for row in read_lines(Path(folder, "knn.jsonl")):
         path = Path(row["checkpoint"])
-        found = re.fullmatch(r"last|epoch_(\d+)", path.stem)
-        if found and path.parent.name in ("", Path(folder).resolve().name):      # not another run's
-            accuracy[float(found[1] or log[-1]["epoch"])] = row["top1"]
+        of_this_run = Path(row.get("path", path.resolve())).parent == own
+        epoch = row.get("epoch")
+        epoch = epoch_of(path) if epoch is None else epoch
+        if of_this_run and epoch is not None:
+            accuracy[epoch] = row["top1"]
+        elif of_this_run or "path" not in row and path.parent.name in ("", own.name):
+            unclear += 1
+    if unclear:
+        print(f"{folder}: {unclear} rows of knn.jsonl do not say of which run and epoch they are, "
+              "and are left out")
     return log + [{"epoch": epoch, "knn": accuracy[epoch]} for epoch in sorted(accuracy)]
+
+
+def epoch_of(path: Path) -> float | None:
+    """That of epoch_NNNN.pt, for rows and checkpoints of earlier versions, which do not say it."""
+    found = re.fullmatch(r"epoch_(\d+)", path.stem)
+    return float(found[1]) if found else None
 
 
 def read_curve(lines: list[dict], field: str) -> tuple[list[float], list[float]]:

@@ -121,7 +121,7 @@ def parse_args(argv: list[str] | None = None):
 
 
 def check(parser, args):
-    """Refuses flags that would change nothing, and flags that contradict each other."""
+    """Refuses flags that change nothing, and flags that contradict each other."""
     objectives = OBJECTIVES[args.objective]
     softmin = args.loss_weights == "softmin"
     router = args.experts or args.loss_router
@@ -163,7 +163,7 @@ def check(parser, args):
     patches = (args.image_size // args.patch_size) ** 2
     masked = int(args.mask_ratio * patches)
     count = len(follows(args))      # of lambdas
-    dense_pixels = args.encoding == "dense" and "pixel" in objectives
+    last = max(weighted_losses(args))      # expert that weights a loss
     for wrong, message in (
             (not 0 < masked < patches,
              f"--mask-ratio {args.mask_ratio} masks {masked} of {patches} patches: at least one "
@@ -174,22 +174,35 @@ def check(parser, args):
              "--loss-weights softmin needs an --entropy-weight above 0"),
             (lambda_given and len(args.entropy_weight) > count,
              f"--entropy-weight has {len(args.entropy_weight)} values for {count} lambdas"),
-            (coupled and dense_pixels and args.experts == 1 and not args.loss_router,
-             "--experts 1: with --encoding dense, expert 1 weights the pixel loss, so there must "
-             "be 2"),
+            (coupled and 0 < count_experts(args) <= last,
+             f"--experts {args.experts}: expert {last} weights the {weighted_losses(args)[last]} "
+             f"loss, so there must be {last + 1}"),
             (set(args.loss_block or []) - set(blocks),
              f"--loss-block {args.loss_block}: the MoE blocks are {blocks}")):
         if wrong:
             parser.error(message)
 
 
+def weighted_losses(args) -> dict[int, str]:
+    """{expert: the patch loss that it weights, or whose softmin has its lambda}"""
+    found = {0: "token"}
+    # in sparse encoding, no router sees the patches of the pixel loss
+    seen = args.encoding == "dense" or args.loss_weights == "softmin"
+    if "pixel" in OBJECTIVES[args.objective] and seen:
+        found[1] = "pixel"
+    return found
+
+
+def count_experts(args) -> int:
+    """Of the router that weights the losses, if there is one."""
+    return LOSS_ROUTER_EXPERTS if args.loss_router else args.experts
+
+
 def follows(args) -> list[str]:
-    """For each lambda, that of expert 0, 1, ..., the objective that it belongs to."""
-    experts = LOSS_ROUTER_EXPERTS if args.loss_router else args.experts
-    softmin = args.loss_weights == "softmin"
-    pixel = "pixel" in OBJECTIVES[args.objective] and (softmin or args.encoding == "dense")
-    count = max(experts, 1 + pixel) if softmin else experts
-    return ["pixel" if pixel and expert == 1 else "token" for expert in range(count)]
+    """For each lambda, that of expert 0, 1, ..., the loss that it belongs to."""
+    losses = weighted_losses(args)
+    needed = 1 + max(losses) if args.loss_weights == "softmin" else 0
+    return [losses.get(i, "token") for i in range(max(count_experts(args), needed))]
 
 
 def build_student(args, teacher_dim: int, decoder: dict = DECODER) -> Explore:

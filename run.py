@@ -4,6 +4,7 @@ It knows no stage. A checkpoint is written whole or not at all, and a run that r
 that was never stopped.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -81,13 +82,18 @@ class Log:
             file.write(json.dumps(rounded(line)) + "\n")
 
     def cut(self):
-        """Cuts off what a killed run logged after its last checkpoint."""
+        """Cuts off what a killed run logged after its last checkpoint, and what is damaged."""
         if not self.path.exists():
             return
         size = 0
         with open(self.path, "rb") as file:
-            for line in file:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > self.step:
+            for number, line in enumerate(file, start=1):
+                try:
+                    if json.loads(line)["step"] > self.step or not line.endswith(b"\n"):
+                        break
+                except (ValueError, KeyError, TypeError):
+                    if line.endswith(b"\n"):      # without it, a kill cut the line short
+                        print(f"{self.path}: line {number} is damaged; the log ends before it")
                     break
                 size += len(line)
         os.truncate(self.path, size)
@@ -97,19 +103,20 @@ class Run:
     """A training run in its folder `args.out`: it resumes, logs, saves, and stops when asked to.
 
     dataset: what it trains on. encoder: the arguments that rebuild the encoder. stateful: what a
-    checkpoint consists of, by name, such as model and optimizer. shown: the fields of the log that
-    the progress bar shows.
+    checkpoint consists of, by name, such as model and optimizer. val: what it is evaluated on, if
+    it is. shown: the fields of the log that the progress bar shows.
     """
 
     def __init__(self, args, process: Process, plan: Plan, dataset, encoder: dict, stateful: dict,
-                 shown=("loss",)):
+                 val=None, shown=("loss",)):
         self.args, self.process, self.plan, self.folder = args, process, plan, Path(args.out)
         self.stateful = stateful | {"scaler": process.scaler}
         self.shown = shown
         files = {name: getattr(args, name, None) for name in ("teacher", "checkpoint")}
         inputs = {name: digest_input(file) for name, file in files.items() if file}
-        inputs["images"] = len(dataset)
-        inputs["classes"] = list(getattr(dataset, "classes", []))
+        inputs |= {"images": len(dataset), "classes": list(getattr(dataset, "classes", []))}
+        if val is not None:
+            inputs |= {"val_images": len(val), "val_classes": list(getattr(val, "classes", []))}
         self.description = {"encoder": encoder, "args": vars(args), "inputs": inputs}
         self.first = 0               # step to do
         self.best = {}               # the best evaluation's scores
@@ -124,21 +131,25 @@ class Run:
 
         All processes start from the same step. Raises UserError.
         """
-        if self.process.rank == 0:
-            self.lock = lock(self.folder)      # as long as this object lives
+        self.process.first_alone(self.take_lock)
         last = self.folder / "last.pt"
         try:
             if last.exists():
                 state = load_checkpoint(last)
+                self.best = state["best"]
                 self.refuse_changes(state)
                 if state["scaler"]["growth_factor"] != self.process.scaler.get_growth_factor():
-                    state["scaler"] = self.process.scaler.state_dict()      # another precision
+                    state["scaler"] = self.process.scaler.state_dict()
+                    self.say(f"--amp was {state['args']['amp']}, is {self.args.amp}: the scale of "
+                             "the loss starts anew")
                 if missing := self.stateful.keys() - state.keys():
                     raise ValueError(f"an earlier version's, without {', '.join(missing)}")
                 for name, part in self.stateful.items():
                     part.load_state_dict(state[name])
-                self.best = state["best"]
                 self.saved_step = self.first = state["step"]
+                # the schedule stays what it was, even if --data has another number of images now
+                self.plan.steps = state.get("steps", self.plan.steps)
+                self.plan.warmup = state.get("warmup", self.plan.warmup)
         except (KeyError, RuntimeError, ValueError) as error:
             raise UserError(f"cannot resume from {last} ({first_line(error)}); remove it to "
                             "start over") from error
@@ -149,6 +160,14 @@ class Run:
         self.log = Log(self.folder / "log.jsonl", self.process, self.first, self.args.batch_size)
         if self.process.rank == 0:
             self.log.cut()
+
+    def take_lock(self):
+        self.lock = lock(self.folder)      # until the end of the run
+
+    def say(self, line: str):
+        """Prints a line, once for all processes."""
+        if self.process.rank == 0:
+            print(line, flush=True)
 
     def refuse_changes(self, state: dict):
         """Raises UserError if last.pt is of a run with other flags, input files or classes.
@@ -161,22 +180,30 @@ class Run:
         if new["stage"] != old.get("stage"):
             raise UserError(f"{self.folder} holds a run of {old.get('stage')}.py: give another "
                             "--out")
-        changes = [f"{flag(name)} was {old.get(name)}, is {new.get(name)}"
-                   for name in sorted(new | old)
-                   if name not in FREE_FLAGS and new.get(name) != old.get(name)]
+        changes = [f"{flag(name)} was {old[name]}, is {new.get(name)}"
+                   for name in sorted(old.keys() - FREE_FLAGS) if new.get(name) != old[name]]
         inputs = self.description["inputs"]
         changes += [f"{title} was {old[name]}, is {new[name]}, with other contents"
                     for name, title in (("teacher", "--teacher"), ("checkpoint", "CHECKPOINT"))
                     if inputs.get(name) != state["inputs"].get(name)]
-        if inputs["classes"] != state["inputs"]["classes"]:
-            changes.append(f"the classes in --data {new['data']} changed")
+        changes += [f"the {title}classes in --data {new['data']} changed"
+                    for name, title in (("classes", ""), ("val_classes", "validation "))
+                    if inputs.get(name) != state["inputs"].get(name, inputs.get(name))]
         if changes:
             raise UserError(f"{self.folder} holds another run ({'; '.join(changes)}): give the "
                             "same flags and files to resume, or another --out")
         before = f"{old['data']} with {state['inputs']['images']} images"
         now = f"{new['data']} with {inputs['images']} images"
-        if before != now and self.process.rank == 0:
-            print(f"--data was {before}, is {now}: the run goes on with these")
+        if before != now:
+            self.say(f"--data was {before}, is {now}: the run goes on with these")
+        before, now = state["inputs"].get("val_images"), inputs.get("val_images")
+        if before not in (None, now):
+            self.say(f"--data had {before} validation images, has {now}: earlier scores were of "
+                     "another set, and the best one is looked for anew")
+            self.best = {}
+        for name in sorted(new.keys() - old.keys() - FREE_FLAGS):
+            self.say(f"the run was started before there was {flag(name)}, and goes on with "
+                     f"{new[name]}")
 
     def saved(self) -> str:
         """A sentence about what last.pt holds."""
@@ -186,16 +213,17 @@ class Run:
 
     def announce(self, *what: str):
         """Prints the first lines of a run: what it is, and where it is."""
-        if self.process.rank == 0:
-            flags = json.dumps(vars(self.args), indent=1)
-            (self.folder / "args.json").write_text(flags + "\n")
-            precision = str(self.process.amp or torch.float32).removeprefix("torch.")
-            what = "; ".join([
-                *what, f"steps {self.first} to {self.last} of {self.plan.steps}, "
-                f"{self.plan.epoch_steps} an epoch",
-                f"{self.process.world} x {self.process.device.type} in {precision}"])
-            where = f"resumes, {self.saved()}" if self.first else "a new run"
-            print(f"{self.args.stage}: {what}\n{self.folder}: {where}", flush=True)
+        precision = str(self.process.amp or torch.float32).removeprefix("torch.")
+        what = "; ".join([
+            *what, f"steps {self.first} to {self.last} of {self.plan.steps}, "
+            f"{self.plan.epoch_steps} an epoch",
+            f"{self.process.world} x {self.process.device.type} in {precision}"])
+        where = f"resumes, {self.saved()}" if self.first else "a new run"
+        if self.first == self.plan.steps:
+            where = f"complete, {self.saved()}: there is nothing to do"
+        self.say(f"{self.args.stage}: {what}\n{self.folder}: {where}")
+        flags = json.dumps(vars(self.args), indent=1) + "\n"
+        self.process.first_alone(self.write, "args.json", lambda path: path.write_text(flags))
 
     def batches(self, views):
         """Yields the micro-batches of the steps to do. With --repeat-batch, those of step 0 come
@@ -247,20 +275,21 @@ class Run:
         overdue, signum = self.process.largest(overdue, max(self.signals, default=0))      # 0: none
         saves = scheduled or overdue or signum or done == self.last
         if not saves and done % LOG_EVERY:
+            if step == self.first:      # which compiles, and starts DDP
+                self.log.restart_clock(done)
             return {}
         self.line = self.measure_line(done)
         if scheduled and evaluate:
             self.line |= self.keep_best(done, evaluate())
         elif scheduled:
             self.save(f"epoch_{done // self.plan.epoch_steps:04d}.pt", done)
-        if self.process.rank == 0:
-            self.log.write(self.line)
+        self.process.first_alone(self.write_line)
         self.stop_if_stuck(done)
         if saves:
             self.save("last.pt", done, tuple(self.stateful))
             self.saved_at = time.monotonic()
             self.saved_step = done
-        if signum:
+        if signum and done < self.last:
             self.leave(signum)
         self.log.restart(done)
         return self.line
@@ -291,9 +320,7 @@ class Run:
 
     def leave(self, signum: int):
         """Ends all processes after a signal, once last.pt is written."""
-        if self.process.rank == 0:
-            print(f"{signal.Signals(signum).name}: {self.saved()}; the same command resumes",
-                  flush=True)
+        self.say(f"{signal.Signals(signum).name}: {self.saved()}; the same command resumes")
         leave_group()
         sys.exit(130 if signum == signal.SIGINT else 0)
 
@@ -304,24 +331,36 @@ class Run:
             raise UserError(f"step {step}: the model or the optimizer holds a NaN or infinity; "
                             f"{self.saved()}. To try: a lower --lr, a smaller --weight-decay, "
                             "--clip-grad 1")
-        if self.process.rank == 0:
-            self.write(name, state | self.description | {"step": step, "best": self.best})
+        state |= self.description | {"step": step, "epoch": step / self.plan.epoch_steps,
+                                     "steps": self.plan.steps, "warmup": self.plan.warmup,
+                                     "best": self.best}
+        self.process.first_alone(self.write, name, lambda path: save_whole(state, path))
 
-    def write(self, name: str, checkpoint: dict):
-        """Writes a checkpoint to a temporary file, which then takes the place of an older one."""
+    def write_line(self):
+        """Appends the line to the log."""
+        with self.writing(self.log.path):
+            self.log.write(self.line)
+
+    def write(self, name: str, function):
+        """Lets `function` write a temporary file, which then takes the place of an older one."""
         temporary = self.folder / f"{name}.tmp"
+        with self.writing(self.folder / name):
+            try:
+                function(temporary)
+                temporary.replace(self.folder / name)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def writing(self, path: Path):
+        """Makes a UserError of what goes wrong while `path` is written."""
         try:
-            with open(temporary, "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.folder / name)
+            yield
         except (OSError, RuntimeError) as error:
-            temporary.unlink(missing_ok=True)
             # PyTorch's writer raises an error of its own on top of that of a full disk
             reason = error if isinstance(error, OSError) else error.__context__ or error
-            raise UserError(f"cannot write {self.folder / name} ({first_line(reason)}); "
-                            f"{self.saved()}") from error
+            raise UserError(f"cannot write {path} ({first_line(reason)}); {self.saved()}"
+                            ) from error
 
     def report(self, *what: str) -> dict[str, float]:
         """Prints the last line of a run, and releases its folder -> the best scores"""
@@ -334,10 +373,18 @@ class Run:
         if self.best:
             scores = [f"{name} {value:.2f}%" for name, value in self.best.items()]
             said.append("best " + ", ".join(scores))
+        self.say(f"{self.folder}: {'; '.join([*said, *what])}")
         if self.process.rank == 0:
-            print(f"{self.folder}: {'; '.join([*said, *what])}")
             self.lock.close()
         return self.best
+
+
+def save_whole(state: dict, path: Path):
+    """Writes a checkpoint, and returns when it is on the disk."""
+    with open(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def finite(state) -> bool:

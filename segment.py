@@ -83,7 +83,7 @@ class Scenes(data.Photos):
                 raise ValueError(f"mode {picture.mode}; expected one 8-bit class for each pixel")
             return torch.from_numpy(np.array(picture))
         except Exception as error:
-            raise common.LocalError(
+            raise common.ReadError(
                 f"cannot read the annotation {self.annotations[index]} ({error})") from error
 
 
@@ -99,12 +99,12 @@ class EvalScenes(Dataset):
         return len(self.dataset)
 
     def annotation(self, index: int, image: Tensor) -> Tensor:
-        """The annotation uint8 [H, W] of an image [3, H, W]. Raises LocalError."""
+        """The annotation uint8 [H, W] of an image [3, H, W]. Raises ReadError."""
         annotation = self.dataset.annotation(index)
         if annotation.shape != image.shape[1:] or annotation.max() > self.classes:
             files = getattr(self.dataset, "annotations", None)      # drawn scenes have none
             name = files[index] if files else index
-            raise common.LocalError(
+            raise common.ReadError(
                 f"the annotation {name} has shape {tuple(annotation.shape)}, its image "
                 f"{tuple(image.shape[1:])}; its classes end at {annotation.max()}, --classes "
                 f"is {self.classes}")
@@ -355,8 +355,7 @@ def main(args) -> dict[str, float]:
     val_views = EvalScenes(val, crop, classes)
     plan = common.make_plan(args, process.world, len(scenes), unit="iterations", decay="linear")
     return finetune.fit(args, process, plan=plan, model=segmenter, views=views,
-                        compute_loss=compute_loss,
-                        score=lambda: evaluate(segmenter, val_views, process),
+                        val_views=val_views, compute_loss=compute_loss, evaluate=evaluate,
                         lr_scale=finetune.layerwise_lr(len(encoder.blocks), args.layer_decay))
 
 

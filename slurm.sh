@@ -10,7 +10,8 @@
 #SBATCH --signal=USR1@120 --requeue --open-mode=append --output=explore-%j.log
 set -euo pipefail
 
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=${hosts%%$'\n'*}                       # the first one
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))      # two jobs on one machine need two ports
 WORLD_SIZE=$SLURM_NTASKS
 export MASTER_ADDR MASTER_PORT WORLD_SIZE

@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 import weakref
 from collections import namedtuple
@@ -748,6 +749,12 @@ def test_softmin_weights_are_even_at_a_huge_lambda_and_one_patch_at_a_tiny_one()
     assert torch.equal(losses.softmin_weights(loss, 0 * selected, 0.1), 0 * selected)
 
 
+def test_routed_mean_takes_a_mask():
+    loss = rand(3, 7)
+    mask = rand(3, 7) < 0.5
+    assert losses.routed_mean(loss, mask) == losses.routed_mean(loss, mask.double())
+
+
 def test_losses_read_foreign_routings_by_name():
     case = make_case()
     names = namedtuple("Foreign", "combine dispatch")      # in another order
@@ -1353,7 +1360,7 @@ def test_a_png_that_is_named_jpeg_is_read_as_a_png(tmp_path):
 
 def test_16_bits_are_refused_for_they_would_become_white(tmp_path):
     Image.fromarray(PICTURE[..., 0].astype(np.uint16) * 257).save(tmp_path / "x.png")
-    with pytest.raises(common.LocalError, match="x.png .ValueError: mode I;16, expected 8 bits"):
+    with pytest.raises(common.ReadError, match="x.png .ValueError: mode I;16, expected 8 bits"):
         data.read_image(tmp_path / "x.png")
 
 
@@ -1447,7 +1454,7 @@ def test_a_broken_image_is_named_and_the_next_one_takes_its_place(photos, tmp_pa
     assert len(lines) == 3 and len(set(lines)) == 3      # each is named once
     assert lines[-1].startswith(f"cannot read the image {path} (")
     assert lines[-1].endswith("): the next image takes its place")
-    with pytest.raises(common.LocalError, match="cannot read the image"):
+    with pytest.raises(common.ReadError, match="cannot read the image"):
         data.CenterViews(views.dataset, 32)[6]      # a score is of all images
 
 
@@ -1461,7 +1468,7 @@ def test_a_broken_scene_is_replaced_with_its_annotation_in_training_alone(scenes
                       for root in (broken, same))
     for epoch in range(4):
         torch.testing.assert_close(seen[epoch, 3], expected[epoch, 3], rtol=0, atol=0)
-    with pytest.raises(common.LocalError, match="cannot read the image"):
+    with pytest.raises(common.ReadError, match="cannot read the image"):
         segment.EvalScenes(seen.dataset, 32, 11)[3]
 
 
@@ -1487,7 +1494,7 @@ def test_fifty_broken_images_in_a_row_stop_a_run_and_loaders_leave(stage, tmp_pa
     Image.new("RGB", (8, 8)).save(tmp_path / "50.jpg")
     images = data.Photos(str(tmp_path))
     assert data.first_readable(images, 1)[0] == 50
-    with pytest.raises(common.LocalError, match="50 images in a row"):
+    with pytest.raises(common.ReadError, match="50 images in a row"):
         data.first_readable(images, 0)
 
 
@@ -1537,17 +1544,36 @@ def test_folders_that_do_not_fit_are_named(capsys, stage, tmp_path):
 
 
 @pytest.mark.parametrize("name, kind, split, expected", (
-    ("cifar10", "CIFAR10", "train", call("data", train=True)),
-    ("cifar10", "CIFAR10", "val", call("data", train=False)),
-    ("food101", "Food101", "train", call("data", "train")),
-    ("food101", "Food101", "val", call("data", "test"))))
+    ("cifar10", "CIFAR10", "train", call("data", True, TF.pil_to_tensor, download=True)),
+    ("cifar10", "CIFAR10", "val", call("data", False, TF.pil_to_tensor, download=True)),
+    ("food101", "Food", "train", call("data", "train", download=True)),
+    ("food101", "Food", "val", call("data", "test", download=True))))
 def test_torchvisions_sets_are_downloaded(monkeypatch, tmp_path, name, kind, split, expected):
     monkeypatch.chdir(tmp_path)
     made = Mock()
     monkeypatch.setattr(data, kind, made)
     assert data.open_images(name, split, 32) is made.return_value
-    how = dict(transform=TF.pil_to_tensor, download=True)
-    assert made.call_args == call(*expected.args, **expected.kwargs | how)
+    assert made.call_args == expected
+
+
+def test_food_101_is_read_as_folders_are(tmp_path, photos):
+    """A photo on its side stands up, and a broken one is named."""
+    root = tmp_path / "food-101"
+    for folder in (root / "images" / "pie", root / "meta"):
+        folder.mkdir(parents=True)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.fromarray(PICTURE).save(root / "images" / "pie" / "1.jpg", exif=turned)
+    (root / "images" / "pie" / "2.jpg").write_bytes(b"x")
+    for split in ("train", "test"):
+        (root / "meta" / f"{split}.json").write_text('{"pie": ["pie/1", "pie/2"]}')
+    food = data.Food(tmp_path, "test")
+    image, label = food[0]
+    assert label == 0 and image.shape == (3, PICTURE.shape[1], PICTURE.shape[0])
+    with pytest.raises(common.ReadError, match="2.jpg"):
+        food[1]
+    batch = data.TrainViews(food, 16, 0)[0, 1]      # the other one takes its place
+    assert batch["image"].shape == (3, 16, 16)
 
 
 def test_a_download_that_fails_is_one_line(capsys, stage, monkeypatch, tmp_path):
@@ -1698,16 +1724,18 @@ def test_loaders_are_counted_on_macos_too(monkeypatch):
     assert common.Process(pretrain.parse_args(["--amp", "off"])).workers == 12
 
 
-@pytest.mark.parametrize("rank, local_rank, error, says", (
-    ("2", "0", common.UserError, True), ("3", "1", common.UserError, False),
-    ("3", "1", common.LocalError, True)))
-def test_each_machine_prints_an_error_once(monkeypatch, capsys, rank, local_rank, error, says):
-    """But one that a single process meets, it prints."""
+@pytest.mark.parametrize("rank, local_rank, says", (("2", "0", True), ("3", "1", False)))
+def test_each_machine_prints_an_error_once(monkeypatch, capsys, rank, local_rank, says):
+    """Before processes know each other. Later: see the two processes that fail."""
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     with pytest.raises(SystemExit):
-        common.launch(Mock(side_effect=error("no such disk")), None)
+        common.launch(Mock(side_effect=common.UserError("no such disk")), None)
     assert ("no such disk" in capsys.readouterr().err) == says
+    with pytest.raises(SystemExit) as stop:
+        pretrain.parse_args(["--epochs", "0"])
+    assert stop.value.code == 2
+    assert ("--epochs: 0 is outside" in capsys.readouterr().err) == says
 
 
 def test_each_step_and_rank_has_random_numbers_of_its_own():
@@ -2592,7 +2620,8 @@ def test_a_run_notices_other_contents_and_classes_in_the_same_place(
         for split in ("train", "val"):
             (copy / split / "class_3").rename(copy / split / "class_9")
         error = refusal(capsys, name, *command(moved, copy))
-        assert f"with other contents; the classes in --data {copy} changed)" in error
+        assert (f"with other contents; the classes in --data {copy} changed; the validation "
+                f"classes in --data {copy} changed)") in error
 
 
 @pytest.mark.parametrize("name", ("pretrain", "finetune"))
@@ -2670,6 +2699,190 @@ def test_a_save_that_fails_is_one_line_and_leaves_the_last_checkpoint(stage, tmp
     assert not list((tmp_path / "run").glob("*.tmp"))
     assert_same_bits(before, checkpoint.load_checkpoint(last))
     assert train(argv)[0]["step"] == 8
+
+
+def test_a_log_that_cannot_be_written_is_one_line_too(stage, tmp_path, capsys, monkeypatch):
+    """A disk that is full after the first line of the resumed run."""
+    monkeypatch.setattr(run, "LOG_EVERY", 1)
+    argv = stage("pretrain", "--epochs 4 --save-every 9")
+    train([*argv, "--max-steps", "12"])
+    log = tmp_path / "run" / "log.jsonl"
+    length = len(log.read_bytes())
+    assert length > 2 * len((tmp_path / "run" / "args.json").read_bytes())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (length + 900, hard))
+    try:
+        error = refusal(capsys, "pretrain", *argv)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    reason = f"[Errno {errno.EFBIG}] {os.strerror(errno.EFBIG)}"
+    assert error == f"cannot write {log} ({reason}); {log.with_name('last.pt')} holds step 12"
+    _, lines = train(argv)      # half a line was written
+    assert [line["step"] for line in lines] == list(range(1, 17))
+
+
+def test_a_damaged_log_is_cut_there_and_nothing_else_is_lost(stage, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "LOG_EVERY", 1)
+    argv = stage("pretrain", "--drop-path 0")
+    whole, _ = train([*argv[:-2], "--out", str(tmp_path / "whole"), "--drop-path", "0"])
+    train([*argv, "--max-steps", "5"])
+    log = tmp_path / "run" / "log.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([*lines[:2], b'{"step": 3, \n', *lines[3:]]))
+    with open(log, "rb") as file:
+        before = os.fstat(file.fileno()).st_ino
+    capsys.readouterr()
+    state, rows = train(argv)
+    assert f"{log}: line 3 is damaged; the log ends before it" in capsys.readouterr().out
+    assert [row["step"] for row in rows] == [1, 2, 6, 7, 8]
+    assert log.read_bytes().startswith(lines[0] + lines[1])
+    assert log.stat().st_ino == before      # cut in place: no moment without a log
+    assert_same_bits(whole, state)
+
+
+def test_a_complete_run_stays_complete_and_one_in_the_middle_keeps_its_length(
+        stage, photos, tmp_path, capsys):
+    folder = shutil.copytree(photos, tmp_path / "copy")
+    argv = stage("pretrain", f"--data {folder} --save-every 1")
+    train([*argv, "--max-steps", "3"])
+    for i in range(8):      # ten steps instead of eight
+        shutil.copy(folder / "train/class_0/0.jpg", folder / f"train/class_1/more_{i}.jpg")
+    state, log = train(argv)
+    assert state["step"] == log[-1]["step"] == 8
+    assert "with 32 images, is" in capsys.readouterr().out
+    plan = common.make_plan(pretrain.parse_args(argv), 1, 32)
+    assert log[-1]["lr"] == pytest.approx(plan.learning_rate(7), rel=1e-5)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    state, log = train(argv)
+    assert "complete, " in capsys.readouterr().out and state["step"] == 8
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == files
+
+
+def test_another_validation_set_is_said_and_the_best_starts_anew(
+        stage, photos, tmp_path, capsys, monkeypatch):
+    folder = shutil.copytree(photos, tmp_path / "copy")
+    scores = iter([90.0, 40.0])
+    monkeypatch.setattr(finetune, "evaluate", lambda *args: {"top1": next(scores)})
+    argv = stage("finetune", f"--data {folder} --save-every 1")
+    play("finetune", [*argv, "--max-steps", "4"])
+    (folder / "val/class_2/1.jpg").unlink()
+    best, state, _ = play("finetune", argv)
+    assert "--data had 16 validation images, has 15: earlier scores" in capsys.readouterr().out
+    assert best == state["best"] == {"top1": 40.0}
+    assert checkpoint.load_checkpoint(tmp_path / "run" / "best.pt")["step"] == 8
+
+
+def test_a_flag_that_an_unfinished_run_did_not_know_is_said_and_taken(stage, tmp_path, capsys):
+    argv = stage("pretrain")
+    state, _ = train([*argv, "--max-steps", "2"])
+    del state["args"]["importance_weight"], state["path"]
+    torch.save(state, tmp_path / "run" / "last.pt")
+    assert train(argv)[0]["step"] == 8
+    assert ("the run was started before there was --importance-weight, and goes on with 0.0"
+            in capsys.readouterr().out)
+
+
+def test_another_precision_starts_the_scale_anew_and_says_so(stage, tmp_path, capsys, monkeypatch):
+    argv = stage("pretrain")
+    state, _ = train([*argv, "--max-steps", "2"])
+    assert "the scale of the loss" not in capsys.readouterr().out
+    state["scaler"] |= {"growth_factor": 2.0, "scale": 1024.0}      # a run in fp16
+    state["args"]["amp"] = "fp16"
+    del state["path"]
+    torch.save(state, tmp_path / "run" / "last.pt")
+    state, _ = train(argv)
+    assert ("--amp was fp16, is off: the scale of the loss starts anew"
+            in capsys.readouterr().out)
+    assert state["scaler"]["scale"] == 1
+
+
+def test_the_first_step_does_not_count_as_training_time(stage, monkeypatch):
+    """It compiles, and starts DDP."""
+    seconds = iter([0.0, *itertools.accumulate([100.0] + 1000 * [1.0])])
+    monkeypatch.setattr(run, "time", Mock(wraps=time, perf_counter=lambda: next(seconds)))
+    monkeypatch.setattr(run.Log, "waiting", lambda log, batches: batches)
+    monkeypatch.setattr(run, "LOG_EVERY", 4)
+    _, log = train(stage("pretrain"))
+    assert log[0]["images_per_second"] == 8 * 3 / 1      # restarted, and read once more
+    assert log[1]["images_per_second"] == 8 * 4 / 1
+
+
+def test_a_signal_in_the_last_step_ends_a_run_that_is_complete(stage, tmp_path, monkeypatch,
+                                                              capsys):
+    """slurm.sh would put it into the queue again."""
+    end_step = run.Run.end_step
+    monkeypatch.setattr(run.Run, "end_step", lambda self, step, *args: (
+        step == 7 and self.signals.append(signal.SIGUSR1), end_step(self, step, *args))[1])
+    state, _ = train(stage("pretrain"))
+    assert state["step"] == 8 and "SIGUSR1" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ("segment", "ep"))
+def test_batch_normalization_of_one_image_is_refused_before_training(stage, capsys, tmp_path, name):
+    error = refusal(capsys, name, *stage(name, "--micro-batch 1"))
+    assert error.startswith("--micro-batch 1: batch normalization needs two images")
+    assert not (tmp_path / "run").exists()
+
+
+FAILURES = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {here!r})
+import argparse, common, run
+rank = int(os.environ["RANK"])
+process = common.Process(argparse.Namespace(amp="off", workers=0))
+
+
+def fail(text):
+    raise common.UserError(text)
+
+
+def attempt(name, main):
+    try:
+        common.launch(main, None)
+    except SystemExit as stop:
+        print(name, rank, stop.code, flush=True)
+
+
+common.leave_group = lambda: None
+attempt("alone", lambda args: rank == 1 and fail("disk of one"))
+attempt("both", lambda args: fail("disk of both"))
+attempt("first", lambda args: process.first_alone(fail, "of the first: ü" + 2000 * "x"))
+process.first_alone(print, "once")
+folder = Path({folder!r})
+plan = common.Plan(1, 1, 4, 8, 1, 4, 1e-3, 1e-6, "cosine")
+args = argparse.Namespace(out=str(folder), batch_size=2, max_steps=None, stage="x", data="x")
+training = run.Run(args, process, plan, [], {{}}, {{}})
+attempt("lock", lambda args: training.resume())
+training.log = run.Log(folder / "nowhere" / "log.jsonl", process, 0, 2)
+attempt("log", lambda args: process.first_alone(training.write_line))
+attempt("save", lambda args: training.save("nowhere/last.pt", 1, ()))
+"""
+
+
+@needs_loopback
+def test_two_processes_fail_together_and_say_why_once(tmp_path):
+    """A lock that is refused and a file that cannot be written concern the first one alone."""
+    folder = tmp_path / "run"
+    script = tmp_path / "failures.py"
+    script.write_text(FAILURES.format(here=str(HERE), folder=str(folder)))
+    held = start("-c", "import sys, common, pathlib; held = common.lock(pathlib.Path(sys.argv[1]));"
+                 "print('held', flush=True); sys.stdin.read()", folder, stdin=subprocess.PIPE)
+    assert held.stdout.readline() == "held\n"
+    process = start("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, script)
+    out, error = finish(process)
+    held.kill()
+    ends = sorted(line for line in out.splitlines() if line[-1:] == "2")
+    assert ends == ["alone 1 2", *(f"{name} {rank} 2" for name in
+                                   ("both", "first", "lock", "log", "save") for rank in (0, 1))]
+    assert out.count("once") == 1
+    said = [line.split("error: ")[1] for line in error.splitlines() if "failures.py: error" in line]
+    assert sorted(line[:13] for line in said) == [
+        "another run i", "cannot write ", "cannot write ", "disk of both", "disk of one",
+        "of the first:"]
+    longest = max(said, key=len)
+    assert longest.startswith("of the first: üxxx") and 900 < len(longest) < 1001
+    assert process.returncode == 0 and "Traceback" not in error
 
 
 @pytest.mark.parametrize("minutes, steps", (("0", [8]), ("0.05", [3, 6, 8])))
@@ -2861,12 +3074,20 @@ def test_a_router_that_collapses_is_warned_of(recwarn):
 
 @pytest.mark.parametrize("name, flags, folder", (
     ("pretrain", "--workers 3 --micro-batch 8 --max-steps 4 --amp bf16 --save-every 1", ""),
-    ("pretrain", "--data x/cifar10 --lr 1e-3 --detach", "_data=cifar10_detach=True_lr=0.001"),
+    ("pretrain", "--data cifar10 --lr 1e-3 --detach", "_data=cifar10_detach=True_lr=0.001"),
     ("pretrain", "--entropy-weight 5 24", "_entropy_weight=5.0+24.0"),
     ("pretrain", "--teacher timm/a/random", "_teacher=timm-a-random"),
     ("finetune", "runs/a/x.pt", "_checkpoint=runs-a-x.pt")))
 def test_the_run_folder_is_named_after_the_flags_that_matter(name, flags, folder):
     assert SCRIPTS[name].parse_args(flags.split()).out == f"runs/{name}{folder}"
+
+
+def test_data_in_another_place_is_another_run_folder(monkeypatch, tmp_path):
+    names = [pretrain.parse_args(["--data", folder]).out
+             for folder in ("/a/train", "/b/train", "/a/b/../train", "a/train")]
+    assert names[0] == names[2] and len(set(names)) == 3
+    for name in names:
+        assert re.fullmatch("runs/pretrain_data=train-[0-9a-f]{6}", name)
 
 
 def test_a_long_name_of_a_run_folder_is_shortened_and_stays_unique(tmp_path):
@@ -2964,7 +3185,8 @@ def test_every_block_is_compiled_in_few_graphs_that_serve_all_steps(stage, monke
     ("--entropy-weight 1 2 3", "--entropy-weight has 3 values for 2 lambdas"),
     ("--loss-router --experts 3 --entropy-weight 1 2 3", "has 3 values for 2 lambdas"),
     ("--loss-router --loss-block 3", "--loss-block needs a run without --loss-router"),
-    ("--experts 1 --objective token_pixel --encoding dense", "--experts 1: with --encoding dense"),
+    ("--experts 1 --objective token_pixel --encoding dense",
+     "--experts 1: expert 1 weights the pixel loss, so there must be 2"),
     ("--balance gradnorm --objective token", "--balance needs an --objective of several terms"),
     ("--mask-ratio 0.01", "--mask-ratio 0.01 masks 0 of 16 patches"),
     ("--warmup-epochs 300", "--warmup-epochs 300 leaves nothing of --epochs 2"),
@@ -3682,10 +3904,13 @@ def write_run(tmp_path):
         # a killed run leaves half of a line
         text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 12, "epo'
         (tmp_path / name / "log.jsonl").write_text(text)
-        rows = [(f"runs/{name}/last.pt", 2.0), (f"{name}/last.pt", 30.0),
-                (f"{name}/epoch_0001.pt", 20.0), (f"{name}/best.pt", 3.0), ("other/last.pt", 1.0)]
-        rows = [json.dumps({"checkpoint": path, "top1": top1}) + "\n" for path, top1 in rows]
-        (tmp_path / name / "knn.jsonl").write_text("".join(rows))
+        own = tmp_path / name
+        rows = [(own / "last.pt", 2.0, 30.0), (own / "epoch_0001.pt", 1.0, 90.0),
+                (own / "epoch_0001.pt", 1.0, 20.0),                      # the latest counts
+                (tmp_path / "other" / name / "epoch_0002.pt", 2.0, 5.0)]
+        rows = [json.dumps({"checkpoint": path.name, "path": str(path), "epoch": epoch,
+                            "top1": top1}) + "\n" for path, epoch, top1 in rows]
+        (own / "knn.jsonl").write_text("".join(rows))
         return str(tmp_path / name)
     return write
 
@@ -3730,6 +3955,39 @@ def test_supervised_runs_have_loss_and_scores(write_run, tmp_path, monkeypatch):
     drawn = [line.args[1] for line in panels.plot.call_args_list]
     assert drawn == [[2.3, 1.2], [1e-3, 1e-3], [20, 30], [30, 40], [5, 6]]
     pictures.Figure.return_value.savefig.assert_called_with(tmp_path / "new/curves.png", dpi=90)
+
+
+def test_rows_of_knn_that_an_earlier_version_wrote_are_drawn_where_they_are_clear(
+        write_run, tmp_path, monkeypatch, capsys):
+    """They had no path and no epoch."""
+    folder = write_run("a", token=[0.4, 0.2])
+    monkeypatch.chdir(tmp_path)
+    rows = [("a/epoch_0001.pt", 20.0), ("a/last.pt", 30.0), ("other/a/epoch_0002.pt", 40.0),
+            ("b/epoch_0002.pt", 50.0)]
+    Path(folder, "knn.jsonl").write_text("".join(
+        json.dumps({"checkpoint": path, "top1": top1}) + "\n" for path, top1 in rows))
+    assert plot.read_run(folder)[2:] == [{"epoch": 1.0, "knn": 20.0}]
+    assert "2 rows of knn.jsonl do not say of which run" in capsys.readouterr().out
+
+
+def test_knn_says_which_checkpoint_it_measured(stage, tmp_path, monkeypatch):
+    play("pretrain", stage("pretrain", "--max-steps 5 --save-every 1"))
+    monkeypatch.chdir(tmp_path)
+    knn.main(knn.parse_args(["run/last.pt", "run/epoch_0001.pt", "e2.pt",
+                             *stage("knn", "-k 3 --out x")[1:3], "-k", "3", *QUICK]))
+    rows = [json.loads(line) for line in Path("run/knn.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["epoch"]) for row in rows] == [(5, 1.25), (4, 1.0), (None, None)]
+    assert [row["checkpoint"] for row in rows] == ["run/last.pt", "run/epoch_0001.pt", "e2.pt"]
+    assert rows[0]["path"] == str(tmp_path.resolve() / "run" / "last.pt")
+
+
+@pytest.mark.parametrize("file", ("log", "knn"))
+def test_a_damaged_line_is_named_by_plot(write_run, capsys, file):
+    folder = write_run("a", token=[0.4, 0.2])
+    path = Path(folder, f"{file}.jsonl")
+    first, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([first, first[:9] + "\n", *rest]))
+    assert refusal(capsys, "plot", folder) == f"{path}: line 2 is not JSON"
 
 
 def test_plot_says_in_one_line_what_it_misses(write_run, tmp_path, capsys, monkeypatch):
@@ -3905,22 +4163,92 @@ def test_the_disk_that_a_run_takes_is_four_and_twelve_bytes_a_parameter():
                          f"{kept * state + 2 * last:.1f} GB")
 
 
-@pytest.mark.parametrize("ids_keep", (None, torch.tensor([[0, 2, 3], [1, 2, 3]])),
-                         ids=("dense", "sparse"))
-def test_an_objective_is_added_as_contributing_says(ids_keep):
-    lines, = re.findall(r"^```python\n(.*?)```", CONTRIBUTING, re.S | re.MULTILINE)
-    before = "\n    # Couple (Eq. 5)"
-    source = (HERE / "losses.py").read_text("utf-8")
-    assert source.count(before) == 1
-    names = {"mine_loss": losses.token_loss, "__name__": "losses"}
-    exec(compile(source.replace(before, f"{lines}{before}"), "losses.py", "exec"), names)
-    patches = 4 if ids_keep is None else 3
-    weights = model.Routing(rand(2, 1 + patches, 2), rand(2, 1 + patches, 2))
-    pred = model.Prediction(randn(2, 1 + patches, 6), None, {3: weights}, None, ids_keep)
-    found, _, metrics = names["explore_losses"](
-        pred, randn(2, 5, 6), None, torch.ones(2, 4) > 0, objectives=("token", "mine"))
-    assert found[0] != found[1] == metrics["mine"]      # weighted by expert 0, by expert 1
-    assert {"mine_unweighted", "mine_ratio", "mine_std"} <= set(metrics)
+FOLLOWED = """
+import contextlib, io, json, sys
+sys.path.insert(0, {folder!r})
+import common, knn, pretrain, run
+run.LOG_EVERY = 1
+flags = ("--model vit_nano --image-size 32 --patch-size 8 --batch-size 3 --amp off --workers 0 "
+         "--epochs 4 --warmup-epochs 1 --data moons --max-steps 1 --teacher color/gain").split()
+for case in json.load(open("cases.json")):
+    error = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+            if case[0] == "knn":
+                common.launch(knn.main, knn.parse_args([folder + "/last.pt", *case[1:]]))
+            else:
+                args = pretrain.parse_args([*flags, *case])
+                common.launch(pretrain.main, args)
+                case = folder = args.out
+        print(json.dumps([case, json.loads(open(case + "/log.jsonl").readlines()[-1])]))
+    except SystemExit:
+        print(json.dumps([case, error.getvalue().strip().splitlines()[-1]]))
+"""
+MOONS = """class Moons(Dataset):
+    def __init__(self, split):
+        pass
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        return (torch.arange(3 * 40 * 44) * (index + 1) % 255).view(3, 40, 44).to(torch.uint8), 0
+
+
+"""
+
+
+def test_an_objective_a_data_set_and_a_teacher_are_added_as_contributing_says(tmp_path):
+    blocks = re.findall(r"^   ```python\n(.*?)   ```", CONTRIBUTING, re.S | re.MULTILINE)
+    score, name, weight, expert, branch, color, prefix = map(textwrap.dedent, blocks)
+    places = (("losses.py", "def routed_mean(", "edge_loss = token_loss\n\n\n"),
+              ("losses.py", "\n    # Couple (Eq. 5)", score),
+              ("pretrain.py", '"token_pixel": [', name.strip() + " "),
+              ("pretrain.py", "cls=args.cls_weight", weight.strip() + " "),
+              ("pretrain.py", "    return found\n", expert),
+              ("data.py", "class Folder(", MOONS), ("data.py", "    elif labels:\n", branch),
+              ("teacher.py", "def build_teacher(", color + "\n\n"),
+              ("teacher.py", "            # Nothing behind the", prefix))
+    for path in HERE.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    for file, before, block in places:
+        path = tmp_path / file
+        source = path.read_text("utf-8")
+        assert source.count(before) == 1, before
+        indent = before[:len(before) - len(before.lstrip(" \n"))].strip("\n")
+        path.write_text(source.replace(before, textwrap.indent(block, indent) + before), "utf-8")
+    (tmp_path / "gain").write_text("2.5")
+    edge = ["--objective", "token_edge"]
+    accepted = [edge, [*edge, "--experts", "0"], [*edge, "--encoding", "dense", "--variation", "1"],
+                [*edge, "--loss-router", "--experts", "1"],
+                [*edge, "--experts", "0", "--loss-weights", "softmin", "--variation", "0.5"],
+                ["--objective", "token"]]
+    refused = [[*edge, "--experts", "1"], [*edge, "--experts", "1", "--encoding", "dense"],
+               ["knn", "--data", "moons"]]
+    (tmp_path / "cases.json").write_text(json.dumps([*accepted, *refused]))
+    (tmp_path / "followed.py").write_text(FOLLOWED.format(folder=str(tmp_path)))
+    out, error = finish(start("followed.py", cwd=tmp_path))
+    results = [json.loads(line) for line in out.splitlines()]
+    assert len(results) == len(accepted) + len(refused), error
+    for flags, (folder, log) in zip(accepted, results):
+        assert isinstance(log, dict), log
+        assert ("objective=token_edge" in folder) == ("edge" in log) == (flags[1] == "token_edge")
+        coupled = "edge" in log and flags[2:] != ["--experts", "0"]
+        assert coupled == ({"edge_unweighted", "edge_ratio", "edge_std"} <= log.keys())
+        if "edge" in log:
+            assert log["objective_weights"] == [1, 0.5]
+    dense, softmin = results[2][1], results[4][1]
+    assert dense["lambda"][1] == pytest.approx(0.5 * dense["edge_std"], rel=1e-4)      # w is 0.5
+    assert softmin["lambda"][1] == pytest.approx(softmin["edge_std"] / 0.5, rel=1e-4)
+    lines = [line for _, line in results[len(accepted):]]
+    assert all("--experts 1: expert 1 weights the edge loss, so there must be 2" in line
+               for line in lines[:2])
+    assert lines[2].endswith("--data moons has no labels, and this needs some")
+
+    (tmp_path / "gain").write_text("3.5")      # another teacher in the same file
+    (tmp_path / "cases.json").write_text(json.dumps([[*edge, "--max-steps", "2"]]))
+    out, _ = finish(start("followed.py", cwd=tmp_path))
+    assert "--teacher was color/gain, is color/gain, with other contents" in out
 
 
 @pytest.fixture
@@ -3938,7 +4266,8 @@ def submit(stage, tmp_path):
     stand_in(programs, "python",
              f'[ -z "$ERROR" ] || exit 2; [ $1 = pretrain.py ]; shift; exec {program} "$@"')
     stand_in(programs, "scontrol",
-             f'[ $1 = show ] && echo 127.0.0.1 || echo "$@" >> {tmp_path}/requeued')
+             f'if [ $1 = show ]; then echo 127.0.0.1; seq -f "machine-%07g" 10000; '
+             f'else echo "$@" >> {tmp_path}/requeued; fi')
     environment = stand_in(programs, "srun", """
 while [[ $1 == --* ]]; do shift; done
 for ((i = 0; i < SLURM_NTASKS; i++)); do SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & jobs+=($!); done
