@@ -1,9 +1,9 @@
 """The weights of whole terms of Eq. 8: w of the objectives, and lambda of the entropies.
 
 Needs nothing but torch. w is fixed, or follows one of the paper's baselines, GradNorm and RLW.
-lambda is fixed, or follows the spread of the losses. All have the same three methods: `forward`
-gives the values of a step, `observe` sees what each micro-batch of the step gave, and `update`
-ends the step: what learns, learns there.
+lambda is fixed, or follows the spread of the losses. All have three methods of the same names:
+`forward` gives the values of a step, `observe` sees what each micro-batch of the step gave, and
+`update` ends the step: what learns, learns there.
 """
 
 import torch
@@ -44,14 +44,14 @@ class RandomLossWeighting(ObjectiveWeights):
         self.seed = seed
 
     def forward(self, step: int) -> Tensor:
-        # more than the number of steps, so that no two pairs (seed, step) share a number
+        # 1_000_003 exceeds the number of steps, so no two pairs (seed, step) share a number
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         return self.weights.copy_(torch.randn(len(self.weights), generator=generator).softmax(0),
                                   non_blocking=True)
 
 
 class GradNorm(ObjectiveWeights):
-    """GradNorm: weights that are learned so that all objectives train at like rates.
+    """GradNorm: weights that start at 1 and are learned, so that objectives train at like rates.
 
     G_k is the norm of objective k's weighted gradient at the layer `shared`. r_k is how much of
     its first value the loss still has, divided by the mean of that over objectives. Each weight
@@ -101,10 +101,11 @@ class Lambda(nn.Module):
     losses would have weights whose coefficient of variation is about `variation`, as long as that
     is well below 1. A real router lags behind.
 
-    lambdas: of experts 0, 1, ...; the last one counts for the remaining experts. follows: which of
-    the `objectives` each expert weights; experts that weight nothing follow the first. With
-    `times_w`, lambda is multiplied by that objective's w: a router needs that, because Eq. 8
-    multiplies the loss by w, but not the entropy.
+    lambdas: of experts 0, 1, ...; the last one counts for the remaining experts. They hold without
+    `variation`, and with it until the first step is done. follows: for each expert, which of the
+    `objectives` sets its lambda. With `times_w`, an aimed lambda is multiplied by that
+    objective's w: a router needs that, because Eq. 8 multiplies the loss by w, but not the
+    entropy.
     """
 
     def __init__(self, lambdas: list[float], follows: list[str], objectives: list[str],

@@ -21,6 +21,9 @@ from model import IMAGENET_MEAN, IMAGENET_STD, ViT
 HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1280: 16}
 HOW_TO_SAVE = ("save the file as {'model': state_dict, 'heads': NUMBER, 'mean': (R, G, B), "
                "'std': (R, G, B)}")
+TORCHSCRIPT = ("a TorchScript archive, such as OpenAI's; save its weights with state = "
+               "torch.jit.load(FILE).state_dict(); torch.save({name: x for name, x in "
+               "state.items() if x.ndim or name == 'logit_scale'}, NEW_FILE)")
 # How names of tensors begin that other repositories save beside an encoder's.
 NOT_ENCODER = re.compile(
     r"\w*head|decoder|mask_token|fc_norm|pre_logits|predictor|projector")
@@ -46,11 +49,17 @@ def load_checkpoint(path: str | Path) -> dict:
             # copied to the GPU. Without one, a resumed optimizer would keep tensors that are
             # views of the file, so the file is read as a whole.
             mmap = torch.cuda.is_available() and zipfile.is_zipfile(path)
-            file = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            if str(path).endswith(".safetensors"):
+                from safetensors.torch import load_file  # comes with timm
+                file = load_file(path)
+            else:
+                file = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError as error:
         raise LoadError(f"{path}: {error.strerror}") from error
     except Exception as error:      # another format, a file cut short, code: each has its own
-        raise LoadError(f"{path}: not a PyTorch file of plain tensors, or damaged") from error
+        what = "not a PyTorch file of plain tensors, or damaged"
+        raise LoadError(f"{path}: {TORCHSCRIPT if 'TorchScript' in str(error) else what}"
+                        ) from error
     try:
         if not {"model", "encoder", "args"} <= file.keys():
             file = convert_foreign(file, path)

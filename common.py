@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import fcntl
 import hashlib
 import math
@@ -28,6 +29,9 @@ from checkpoint import LoadError
 # `Run` compares that.
 FREE_FLAGS = {"data", "teacher", "checkpoint", "out", "workers", "micro_batch", "compile",
               "recompute", "amp", "save_every", "save_minutes", "max_steps"}
+# what a flag of one stage is called in another
+SYNONYMS = (("epochs", "iterations"), ("iterations", "epochs"), ("image-size", "crop-size"),
+            ("crop-size", "image-size"))
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 
 
@@ -117,17 +121,28 @@ non_negative = number(float, "[0, inf)")
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints what is wrong in one process of a machine only: all have the same flags."""
+    """Says what an unknown flag is called here, and says it once on each machine."""
 
     def error(self, message: str):
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        if os.environ.get("LOCAL_RANK", "0") != "0":      # all processes have the same flags
             sys.exit(2)
+        for word in re.findall(r"(--[\w-]+)", message) if "unrecognized" in message else ():
+            if known := self.known_as(word):
+                message += f"; {word} is {known} here"
         super().error(message)
 
+    def known_as(self, flag: str) -> str | None:
+        """This parser's flag for what others call `flag`."""
+        flag = flag.replace("_", "-")
+        names = [flag] + [flag.replace(a, b) for a, b in SYNONYMS]
+        close = difflib.get_close_matches(flag, self._option_string_actions, 1, cutoff=0.8)
+        return next((name for name in names + close if name in self._option_string_actions), None)
 
-def make_parser(doc: str) -> argparse.ArgumentParser:
-    """A parser with the flags that every stage has."""
-    parser = Parser(description=doc, formatter_class=HelpFormatter, allow_abbrev=False)
+
+def make_parser(doc: str, arguments: str = "") -> argparse.ArgumentParser:
+    """A parser with the flags that every stage has. `arguments` are in its line of usage."""
+    parser = Parser(description=doc, formatter_class=HelpFormatter, allow_abbrev=False,
+                    usage=f"%(prog)s {arguments}[FLAG ...]; --help explains the flags")
     group = parser.add_argument_group("input and machine")
     group.add_argument(
         "--data", metavar="FOLDER", default=os.environ.get("IMAGENET", "data/imagenet"),

@@ -2,10 +2,11 @@
 
     torchrun --nproc_per_node 4 finetune.py runs/pretrain/epoch_0300.pt
     python finetune.py --model vit_nano --data shapes --image-size 48 --patch-size 6 \\
-        --augment plain --layer-decay 1
+        --augment plain --layer-decay 1 --batch-size 64 --lr 2e-3 --epochs 4 --out runs/teacher
 
-The first finetunes an encoder with experts by all of --recipe. The second trains a classifier,
-which can be the teacher of a pretraining run.
+The first finetunes an encoder with experts by all three of --recipe. The second trains a
+classifier from scratch, which can be the teacher of a pretraining run. What most runs change:
+--data, --out, --recipe, --epochs, and --batch-size together with --lr.
 """
 
 import random
@@ -30,7 +31,7 @@ EVAL_BATCH = 256      # images of one forward pass; any number gives the same sc
 
 
 def parse_args(argv: list[str] | None = None):
-    parser = common.make_parser(__doc__)
+    parser = common.make_parser(__doc__, "[CHECKPOINT] ")
     common.add_run_flags(parser, batch_size=1024, lr=5e-4, min_lr=1e-6, weight_decay=0.05,
                          clip_grad=0.0)
     common.add_epoch_flags(parser, epochs=100, warmup=5)

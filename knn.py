@@ -3,7 +3,7 @@
     python knn.py runs/NAME/epoch_0300.pt
     torchrun --nproc_per_node 4 knn.py runs/NAME/epoch_*.pt      # several; also names the best
 
-Each result is appended to knn.jsonl as one line.
+Each result is appended to knn.jsonl as one line. What most runs change: --data, -k, --out.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from model import ViT
 
 
 def parse_args(argv: list[str] | None = None):
-    parser = common.make_parser(__doc__)
+    parser = common.make_parser(__doc__, "CHECKPOINT [CHECKPOINT ...] ")
     group = parser.add_argument_group("k-NN")
     group.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT",
                        help="of ExPLoRe, of the authors' release, or with timm's names")

@@ -2,6 +2,8 @@
 
     torchrun --nproc_per_node 4 linprobe.py runs/pretrain/epoch_0300.pt
     python linprobe.py runs/pretrain/epoch_0300.pt --probe ep --data food101
+
+What most runs change: --data, --out, --probe, --epochs, and --batch-size together with --lr.
 """
 
 import torch
@@ -15,7 +17,7 @@ from model import init_weights
 
 
 def parse_args(argv: list[str] | None = None):
-    parser = common.make_parser(__doc__)
+    parser = common.make_parser(__doc__, "CHECKPOINT ")
     group = parser.add_argument_group("probe")
     group.add_argument("checkpoint", metavar="CHECKPOINT",
                        help="of ExPLoRe, of the authors' release, or with timm's names")

@@ -1,11 +1,12 @@
-"""The losses of ExPLoRe: what each patch costs, and how much it counts (Eq. 1 to 7).
+"""The losses of ExPLoRe: what each patch costs, and how much it counts.
 
-Needs nothing but torch. `explore_losses` computes the terms of Eq. 8 in three steps: score,
-couple, regularize. The caller multiplies them by their weights w and adds them up.
+Needs nothing but torch. `explore_losses` computes the terms of Eq. 8 in three steps: score
+(Eq. 1 to 3), couple (Eq. 5), regularize (Eq. 6 and 7). The caller multiplies the losses by
+their weights w and adds up. Where the printed Eq. 8 differs from Eq. 5, Eq. 5 holds.
 
 Shapes: B images, N patches, V of them visible, T tokens of the student with [CLS] first, E
-experts, D features, K objectives. Where a function takes [B, N], the patches may also be the
-V visible ones alone, as they are in sparse encoding.
+experts, D features, K objectives. Patch losses and weights are [B, N], or [B, V] where they
+are of the visible patches alone, as those of the token loss are in sparse encoding.
 """
 
 import math
@@ -19,6 +20,8 @@ from torch import Tensor
 
 def token_loss(pred: Tensor, target: Tensor) -> Tensor:
     """Eq. 1 before the mean over patches: Huber (beta 1), mean over features.
+
+    Eq. 1 is printed for masked patches. In sparse encoding, the loss is on visible ones (Eq. 5).
 
     pred [B, N, D], target [B, N, D] -> [B, N]; targets are layer-normalized here.
     """
@@ -41,7 +44,7 @@ def pixel_loss(pred: Tensor, images: Tensor) -> Tensor:
 
     pred [B, N, P], images [B, 3, H, W] -> [B, N]; P = 3 * patch_size ** 2 says the size of the
     patches. Target patches have zero mean and unit variance (unbiased, plus 1e-6). The paper
-    prints the sum over pixels, but its weights 1, 0.1 and 0.01 are for the mean.
+    prints the sum over pixels; its weights 1, 0.1 and 0.01 fit the mean.
     """
     target = patchify(images, math.isqrt(pred.shape[-1] // 3))
     std = (target.var(-1, keepdim=True) + 1e-6).sqrt()
@@ -65,11 +68,12 @@ def patch_weights(dispatch: Tensor, expert: int, detach: bool = False, prefix: i
 
     dispatch [B, T, E] -> weights [B, T - prefix], without the first `prefix` tokens, such as
     [CLS] and registers, which have no patch loss. Detached weights still weight the loss, but
-    the router gets no gradient from it: this is the paper's main ablation. Another ablation
-    passes combine weights.
+    send the router no gradient: this is the paper's main ablation. What remains to the router
+    is the gradient through its experts and of the entropy. Another ablation passes combine
+    weights.
     """
     # 1e-30 avoids 0 / 0 when all weight is on [CLS]: the patches then count alike. It is far
-    # below any weight that matters, and far above the smallest float32, 1e-38.
+    # below any weight that matters, and far above the smallest normal float32, 1e-38.
     weight = dispatch[:, prefix:, expert] + 1e-30
     return weight.detach() if detach else weight
 
@@ -82,13 +86,15 @@ def softmin_weights(patch_loss: Tensor, selected: Tensor, lambda_: Tensor | floa
     lambda > 0 in the unit of the loss -> weights [B, N], 0 where not selected. Patches whose
     losses differ by lambda differ in weight by a factor of e.
 
-    For one image, Eq. 5 and 7 are sum(p * loss) - lambda * H(p), where p are weights that sum
-    to 1 over the patches. Of all p, these have the smallest value, which is, up to a constant,
+    For one image, one expert, w of 1, and without [CLS] and other tokens that have no loss,
+    Eq. 5 and 7 are sum(p * loss) - lambda * H(p), where p are weights that sum to 1 over the
+    patches. Of all p, these have the smallest value, which is, up to a constant,
     -lambda * log(mean(exp(-loss / lambda))): a tilted loss with negative tilt. Weighting by
     constants gives it the right gradient. With a gradient of their own, these weights would
     raise the losses that are above the weighted mean by more than lambda.
     """
-    # relative to the smallest loss that counts, whose weight is 1: no image's weights underflow
+    # Relative to the smallest loss that counts, whose weight is 1: they never underflow all. A
+    # patch that does not count may cost less; without the clamp, it would be 0 * inf.
     smallest = patch_loss.masked_fill(selected == 0, math.inf).amin(1, keepdim=True)
     return selected * ((smallest - patch_loss).clamp_max(0) / lambda_).exp()
 
@@ -131,28 +137,26 @@ class Score(NamedTuple):
     """What the patches cost by one objective, and whose weights they get."""
     patch_loss: Tensor      # [B, N]
     selected: Tensor        # [B, N]: 1 for the patches that count, else 0
-    expert: int             # weights them with its dispatch weights, or with its lambda
+    expert: int             # whose weights or, with softmin, whose lambda the loss has
     routed: bool            # whether a router sees these patches
 
 
-def couple(score: Score, weight: Tensor, even: float | None = None
+def couple(score: Score, weight: Tensor, normalize: bool = True, neutral: float = 1.0
            ) -> tuple[Tensor, dict[str, Tensor]]:
     """Eq. 5: the mean of a patch loss over the selected patches, weighted -> (loss, metrics)
 
-    weight [B, N]. Combine weights are not divided by their sum: with them, the router can make
-    the loss vanish, which the paper's ablation shows. For them, `even` is the value that all
-    have if the router prefers no expert, 1 / E.
+    weight [B, N]. The paper's ablation with combine weights does not normalize: it does not
+    divide by the sum of the weights, so the router can make the loss vanish. `neutral` is the
+    weight that then changes nothing.
     """
-    patch_loss, selected, _, _ = score
-    if even is None:
-        loss = routed_mean(patch_loss, weight * selected)
-    else:
-        loss = routed_mean(weight * patch_loss, selected)
+    if normalize:
+        loss = routed_mean(score.patch_loss, weight * score.selected)
+    else:      # the plain mean, over the selected patches, of weight times loss
+        loss = routed_mean(weight * score.patch_loss, score.selected)
     with torch.no_grad():
-        unweighted = routed_mean(patch_loss, selected)
-        metrics = {"unweighted": unweighted,
-                   "ratio": loss / (unweighted if even is None else even * unweighted),
-                   "std": patch_std(patch_loss, selected)}
+        unweighted = routed_mean(score.patch_loss, score.selected)
+        metrics = {"unweighted": unweighted, "ratio": loss / (neutral * unweighted),
+                   "std": patch_std(score.patch_loss, score.selected)}
     return loss, metrics
 
 
@@ -162,10 +166,10 @@ def regularize(router: dict[str, Tensor], lambdas: Tensor, entropy_on: str,
 
     router: see `stack_routings`. lambdas [E].
     """
-    entropy = dispatch_entropy(router["dispatch"].flatten(0, 1))
-    on_combine = entropy_on == "combine"      # an ablation
-    regularized = dispatch_entropy(router["combine"].flatten(0, 1)) if on_combine else entropy
-    entropy_loss = -(lambdas * regularized).sum()
+    entropy = regularized_entropy = dispatch_entropy(router["dispatch"].flatten(0, 1))
+    if entropy_on == "combine":      # an ablation
+        regularized_entropy = dispatch_entropy(router["combine"].flatten(0, 1))
+    entropy_loss = -(lambdas * regularized_entropy).sum()
     metrics = {"entropy_loss": entropy_loss, "entropy": entropy}
     if not importance_weight:
         return entropy_loss, metrics
@@ -175,8 +179,10 @@ def regularize(router: dict[str, Tensor], lambdas: Tensor, entropy_on: str,
 
 
 def stack_routings(pred, loss_block: int | Sequence[int] | None) -> dict[str, Tensor]:
-    """The weights of the blocks that weight the losses: "dispatch" and "combine", each
-    [blocks, B, T, E]. Without a router, the dict is empty.
+    """Stacks the routings that the losses use: those of `loss_block`, if given, else that of the
+    loss router, if there is one, else that of the last MoE block.
+
+    -> {"dispatch": [blocks, B, T, E], "combine": [blocks, B, T, E]}, empty without a router
     """
     if loss_block is not None:
         blocks = [loss_block] if isinstance(loss_block, int) else loss_block
@@ -204,13 +210,15 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     pred: the student's `Prediction`, or any object with its fields. targets [B, 1 + N, D]: the
     teacher's tokens of the whole image. images [B, 3, S, S] in [0, 1]. mask bool [B, N], True
     where masked. `loss_block`: the block whose router weights the losses and is regularized, or
-    several, over which both are averaged (default: the loss router, if there is one, else the
-    last MoE block). `loss_weights`: "dispatch", "combine", "uniform" (no weights) or "softmin",
-    see `softmin_weights`. `lambdas`: lambda of each expert in Eq. 7, [E], or one for all. With
-    softmin, the token loss has the lambda of expert 0, and the pixel loss that of expert 1, even
-    without experts. Without a router, other losses are plain means over their patches. In dense
-    encoding, the pixel loss needs two experts. Raises ValueError if targets do not have 1 + N
-    tokens.
+    several, over which both are averaged (default: see `stack_routings`). `loss_weights` is
+      "dispatch"  the router's dispatch weights: expert 0's for the token loss and, in dense
+                  encoding, expert 1's for the pixel loss, so the router needs two experts there;
+      "combine"   the same with combine weights, not normalized;
+      "softmin"   `softmin_weights`, with the lambda of expert 0 for the token loss and that of
+                  expert 1 for the pixel loss, even without experts;
+      "uniform"   none.
+    A patch loss without weights is the plain mean over its patches. `lambdas`: lambda of each
+    expert in Eq. 7, [E], or one for all. Raises ValueError if targets do not have 1 + N tokens.
     """
     if targets.shape[1] != 1 + mask.shape[1]:
         raise ValueError(
@@ -243,12 +251,14 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     # Couple (Eq. 5): the mean of each patch loss, weighted by its expert.
     router = stack_routings(pred, loss_block)
     experts = router["dispatch"].shape[-1] if router else 0
-    lambdas = lambdas * targets.new_ones(max(2, experts))      # [E], also if there is one for all
+    # one for each expert, and at least two: softmin has one for each patch loss, without experts
+    lambdas = lambdas * targets.new_ones(max(2, experts))
     weights = None
-    even = None
     if router and loss_weights not in ("uniform", "softmin"):
         weights = router[loss_weights].mean(0)                 # [B, T, E]
-        even = 1 / experts if loss_weights == "combine" else None
+    how = {}
+    if loss_weights == "combine":
+        how = dict(normalize=False, neutral=1 / max(1, experts))      # without preference, 1 / E
     metrics = {}
     for name, score in scores.items():
         if loss_weights == "softmin":
@@ -258,16 +268,16 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         else:
             losses[name] = routed_mean(score.patch_loss, score.selected)
             continue
-        losses[name], more = couple(score, weight, even)
+        losses[name], more = couple(score, weight, **how)
         metrics |= {f"{name}_{key}": value for key, value in more.items()}
 
-    # Regularize (Eq. 6 and 7): keep the weights of each expert even.
+    # Regularize (Eq. 6 and 7): pull the weights of each expert towards uniform ones.
     regularizer = targets.new_zeros(())
     if router:
         regularizer, more = regularize(router, lambdas[:experts], entropy_on, importance_weight)
         metrics |= more
         with torch.no_grad():
-            # of the mean over blocks, because that is what weights the losses
+            # of the mean over blocks, which is what weights the losses if the router does
             metrics["dispatch_cv"] = dispatch_cv(router["dispatch"].mean(0)[:, 1:])
             metrics["cls_share"] = router["dispatch"][:, :, 0].mean((0, 1))
 

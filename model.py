@@ -216,8 +216,8 @@ class ViT(nn.Module):
 
         Sparse encoding: only the patches whose indices are in ids_keep, int64 [B, V], are
         processed, in that order. Dense encoding: all patches are processed, and mask_token
-        [1, 1, D] replaces those where mask, bool [B, N], is True. To a list of `states`, the
-        tokens [B, T, D] that enter each block are appended, and those that leave the last one.
+        [1, 1, D] replaces those where mask, bool [B, N], is True. If given, the list `states`
+        receives the tokens [B, T, D] that enter each block, and then the last block's output.
         """
         x = self.embed(images, ids_keep, mask, mask_token)
         routings = {}
@@ -262,9 +262,9 @@ def init_weights(module: nn.Module):
     """Initializes linear layers, the patch embedding, tokens and position embeddings.
 
     They are drawn from a truncated normal distribution of standard deviation 0.02; biases are
-    zero. Routers and experts keep the values that they are made with. Then the last layer of each
-    residual branch, be it an MLP's, an expert's or attention's, is divided by sqrt(2 * i), where i
-    counts the blocks from 1, as in BEiT.
+    zero. Then the last layer of each residual branch, be it an MLP's, an expert's or attention's,
+    is divided by sqrt(2 * i), where i counts the blocks from 1, as in BEiT. Apart from that
+    division, routers and experts keep the values that they are made with.
     """
     for name, parameter in module.named_parameters():
         if name.split(".")[-1] in ("cls_token", "pos_embed", "mask_token"):
@@ -293,10 +293,10 @@ def build_vit(name: str, **overrides) -> ViT:
 class PixelDecoder(nn.Module):
     """Predicts the pixels of all patches from the encoder's patch tokens (App. E).
 
-    As in the paper, it has eight blocks of width 512 without experts, a mask token for patches
-    that the encoder did not see, and learned position embeddings; those of the authors' release
-    are fixed sines and cosines. Only pretraining uses it: its weights are in the checkpoints of
-    pretraining, and no other stage loads them or saves them again.
+    As in the paper, whose size is DECODER, it has no experts, a mask token in place of masked
+    patches, and learned position embeddings; those of the authors' release are fixed sines and
+    cosines. Only pretraining uses it: its weights are in the checkpoints of pretraining, and no
+    other stage loads them or saves them again.
     """
 
     def __init__(self, encoder: ViT, dim: int, depth: int, heads: int):
@@ -313,8 +313,8 @@ class PixelDecoder(nn.Module):
         """Returns the pixels of all patches, [B, N, 3 * patch_size ** 2].
 
         Sparse encoding: `patches` [B, V, D] are those whose indices are in ids_keep [B, V].
-        Dense encoding: `patches` are all, [B, N, D], and ids_keep is None. The mask token
-        replaces patches where mask [B, N] is True.
+        Dense encoding: `patches` are all, [B, N, D], and ids_keep is None. In both, the decoder
+        sees the visible patches alone: the mask token replaces those where mask [B, N] is True.
         """
         x = self.embed(patches)
         if ids_keep is not None:

@@ -1,8 +1,12 @@
 """Masked pretraining with expert patch-level loss routing.
 
     torchrun --nproc_per_node 4 pretrain.py --experts 2 --objective token_cls
+    python pretrain.py --data shapes --model vit_nano --image-size 48 --patch-size 6 \\
+        --teacher runs/teacher/last.pt --batch-size 64 --lr 2e-3 --epochs 4
 
-Both flags are the defaults, which are the paper's main model.
+The first needs ImageNet; its flags are the defaults, the paper's main model. The second runs on a
+laptop, with the teacher that the second example of finetune.py --help trains. What most runs
+change: --data, --out, --teacher, --epochs, and --batch-size together with --lr.
 """
 
 import shlex
@@ -94,12 +98,13 @@ def parse_args(argv: list[str] | None = None):
     group.add_argument(
         "--entropy-weight", type=non_negative, nargs="+", default=[5.0], metavar="L",
         help="lambda, the weight of the entropy of experts 0, 1, ...; the last one counts for the "
-             "remaining experts. Patches whose losses differ by lambda differ in weight by a "
-             "factor of e")
+             "remaining experts. If a router knew the losses, patches whose losses differ by "
+             "lambda would differ in weight by a factor of e")
     group.add_argument(
         "--variation", type=number(float, "(0, inf)"), metavar="V",
-        help="beyond the paper, instead of --entropy-weight: in each step, lambda is the standard "
-             "deviation of the weighted loss over an image's patches, divided by V")
+        help="beyond the paper, instead of --entropy-weight: lambda is the standard deviation of "
+             "the patch losses of an image, a running mean over steps, divided by V (and times w "
+             "of Eq. 8 for a router)")
     group.add_argument("--entropy-on", choices=("dispatch", "combine"), default="dispatch",
                        help="weights whose entropy is regularized")
     group.add_argument("--importance-weight", type=non_negative, default=0.0,
@@ -127,7 +132,7 @@ def check(parser, args):
     router = args.experts or args.loss_router
     coupled = args.loss_weights in ("dispatch", "combine")
     static = args.balance == "static"
-    # argparse hands out the default itself where the flag is not given
+    # 5 is a value like any other here, and argparse hands out its own list if no other is given
     lambda_given = args.entropy_weight is not parser.get_default("entropy_weight")
 
     # flag, the condition without which it changes nothing, and the condition in words
@@ -162,7 +167,7 @@ def check(parser, args):
         parser.error(str(error))
     patches = (args.image_size // args.patch_size) ** 2
     masked = int(args.mask_ratio * patches)
-    count = len(follows(args))      # of lambdas
+    count = len(lambda_objectives(args))
     last = max(weighted_losses(args))      # expert that weights a loss
     for wrong, message in (
             (not 0 < masked < patches,
@@ -198,8 +203,10 @@ def count_experts(args) -> int:
     return LOSS_ROUTER_EXPERTS if args.loss_router else args.experts
 
 
-def follows(args) -> list[str]:
-    """For each lambda, that of expert 0, 1, ..., the loss that it belongs to."""
+def lambda_objectives(args) -> list[str]:
+    """The objective of each lambda: entry e is for expert e. Softmin has a lambda for each patch
+    loss, even without experts. Experts that weight nothing have the token loss.
+    """
     losses = weighted_losses(args)
     needed = 1 + max(losses) if args.loss_weights == "softmin" else 0
     return [losses.get(i, "token") for i in range(max(count_experts(args), needed))]
@@ -243,7 +250,7 @@ def main(args):
 
     objectives = OBJECTIVES[args.objective]
     balance = build_balance(args, student, process)                         # w of Eq. 8
-    lambdas = Lambda(args.entropy_weight, follows(args), objectives, args.variation,
+    lambdas = Lambda(args.entropy_weight, lambda_objectives(args), objectives, args.variation,
                      times_w=args.loss_weights != "softmin").to(process.device)
     coupling = dict(objectives=objectives, loss_block=args.loss_block,      # Eq. 5 to 7
                     loss_weights=args.loss_weights, detach=args.detach,
@@ -287,25 +294,26 @@ def main(args):
                 process.scaler.scale(loss / plan.micro_steps).backward()
             run.log.add(metrics | {"loss": loss.detach()})
 
-        metrics = common.optimizer_step(optimizer, process.scaler, args.clip_grad)
-        run.log.add(metrics | {"objective_weights": w.clone()})
-        balance.update()
+        run.log.add(common.optimizer_step(optimizer, process.scaler, args.clip_grad))
+        run.log.add({"objective_weights": w.clone()})       # GradNorm changes w in place
         lambdas.update()
+        if lambda_objectives(args):
+            run.log.add({"lambda": lambdas(w)})             # as this step sets it
         if routers:
             run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
-        if follows(args):
-            run.log.add({"lambda": lambdas(w)})
-        line = run.end_step(step)      # writes the log and checkpoints, stops after a signal
+        balance.update()
+        line = run.end_step(step)      # saves and logs if it is time, stops after a signal
         warn_of_collapse(line)
     run.report(next_commands(args))
 
 
 def compiled(args, teacher: Teacher, student: Explore):
-    """Compiles the models in place -> `explore_losses`, compiled if possible
+    """Compiles the models in place -> `explore_losses`, compiled but for GradNorm
 
-    GradNorm differentiates what follows the blocks once for each objective, but the backward pass
-    of a compiled graph runs only once; --recompute calls each block twice. So there, the blocks
-    are compiled one by one.
+    GradNorm differentiates the losses and what follows the encoder's blocks once for each
+    objective, but the backward pass of a compiled graph runs only once: these stay as they are,
+    and the blocks are compiled one by one. So they are with --recompute, which calls each of them
+    a second time in the backward pass.
     """
     blockwise = args.balance == "gradnorm" or args.recompute
     for module in [teacher, *(student.encoder.blocks if blockwise else [student])]:
@@ -320,13 +328,13 @@ def next_commands(args) -> str:
 
 
 def warn_of_collapse(line: dict):
-    """Warns once if weighting brings a loss far below its mean, which is how collapse shows.
+    """Warns if weighting brings a loss far below its mean, which is how collapse shows.
 
-    The paper's collapsed run had a ratio of 0.13, and its others about 1; 0.2 is our limit.
+    1 is neutral, and the paper's collapsed run had a ratio of 0.13; 0.2 is our limit.
     """
     for name, value in line.items():
         if name.endswith("_ratio") and value < 0.2:
-            warnings.warn(f"the router collapses: {name}, the ratio of weighted to unweighted "
+            warnings.warn(f"the weights collapse: {name}, the ratio of weighted to unweighted "
                           "loss, is below 0.2. A higher --entropy-weight, or a lower "
                           "--variation, keeps it near 1",
                           stacklevel=2)

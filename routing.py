@@ -4,7 +4,7 @@
     python routing.py runs/coupled/last.pt runs/detached/last.pt    # two models side by side
     python routing.py runs/coupled/epoch_*.pt                       # one run, epoch by epoch
 
-It writes
+What most runs change: --data, --images, --block, --out. It writes
   heatmaps.png     the weight of each patch, over some images (Fig. 1 and A1)
   blocks.png       silhouette, entropy, variation and [CLS] share of each block (Fig. A2)
   correlation.png  expert 0's weight of a patch against the patch's token loss (Fig. A3)
@@ -45,7 +45,7 @@ TOKENS = 10_000      # about as many for the silhouette: distances of all pairs 
 
 
 def parse_args(argv: list[str] | None = None):
-    parser = common.make_parser(__doc__)
+    parser = common.make_parser(__doc__, "CHECKPOINT [CHECKPOINT ...] ")
     group = parser.add_argument_group("routing")
     group.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="models with experts")
     group.add_argument(

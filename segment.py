@@ -3,7 +3,9 @@
     torchrun --nproc_per_node 4 segment.py runs/pretrain/epoch_0300.pt \\
         --data /path/to/ADEChallengeData2016
     python segment.py runs/demo/last.pt --data shapes --crop-size 48 --iterations 600 \\
-        --warmup-iterations 50
+        --warmup-iterations 50      # after sh demo.sh
+
+What most runs change: --data, --out, --classes, --iterations and --recipe.
 """
 
 import itertools
@@ -31,7 +33,7 @@ AUXILIARY_WIDTH = 256
 
 
 def parse_args(argv: list[str] | None = None):
-    parser = common.make_parser(__doc__)
+    parser = common.make_parser(__doc__, "CHECKPOINT ")
     group = parser.add_argument_group("segmentation")
     group.add_argument("checkpoint", metavar="CHECKPOINT",
                        help="of ExPLoRe, of the authors' release, or with timm's names")

@@ -1,13 +1,20 @@
 #!/bin/bash
-# Pretraining on a Slurm cluster, here on two machines with four GPUs each:
+# A stage on a Slurm cluster, here on two machines with four GPUs each:
 #
-#     sbatch slurm.sh --epochs 100 --out /shared/a
+#     sbatch slurm.sh pretrain.py --epochs 100 --out /shared/a
+#     sbatch slurm.sh finetune.py /shared/a/epoch_0100.pt --out /shared/b
+#     sbatch --nodes=1 slurm.sh knn.py /shared/a/epoch_*.pt
 #
-# All arguments go to pretrain.py. Submit it in the repository, with Python's environment active.
-# RUNNING.md says what to adapt. Two minutes before the time is up, Slurm sends SIGUSR1 to all
-# tasks: the run saves last.pt and stops, and this job puts itself back into the queue.
-#SBATCH --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=12 --time=24:00:00
+# Submit it in the repository, with Python's environment active. Two minutes before the time is up,
+# Slurm sends SIGUSR1 to all tasks: a stage that trains saves last.pt and stops, and this job puts
+# itself back into the queue. The signal kills knn.py, which has nothing to resume.
+
+# What your cluster needs, such as --partition and --account, goes here; RUNNING.md says more.
+#SBATCH --time=24:00:00
+#SBATCH --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=12
 #SBATCH --signal=USR1@120 --requeue --open-mode=append --output=explore-%j.log
+# module load python
+
 set -euo pipefail
 
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -20,7 +27,7 @@ export MASTER_ADDR MASTER_PORT WORLD_SIZE
 printed=$(mktemp)
 trap 'rm -f "$printed"' EXIT
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-    bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec python pretrain.py "$@"' task "$@" \
+    bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec python "$@"' task "$@" \
     | tee "$printed"
 
 # A run that is complete, or whose --max-steps are done, does not print this line.

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpoint import LoadError, first_line, load_encoder
+from checkpoint import TORCHSCRIPT, LoadError, first_line, load_encoder
 from model import IMAGENET_MEAN, IMAGENET_STD
 
 
@@ -56,7 +56,8 @@ class ClipTeacher(Teacher):
         except Exception as error:
             # if a download failed, the same weights may be given as a file
             hint = f"as a file, these weights are {name}-quickgelu/FILE; " if quick_gelu else ""
-            raise ValueError(hint + first_line(error)) from error
+            reason = TORCHSCRIPT if "TorchScript" in str(error) else first_line(error)
+            raise ValueError(hint + reason) from error
         preprocess = visual.preprocess_cfg
         super().__init__(grid * patch_size, visual.conv1.out_channels, preprocess["mean"],
                          preprocess["std"])

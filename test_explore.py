@@ -1032,6 +1032,38 @@ def test_checkpoints_of_the_authors_release_load(tmp_path, prefix):
     assert loaded.moe_blocks == [1, 3]
 
 
+def test_timms_safetensors_load(tmp_path):
+    from safetensors.torch import save_file
+    theirs = timm_vit()
+    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    images = torch.rand(1, 3, 32, 32)
+    ours = checkpoint.load_encoder(tmp_path / "model.safetensors").eval()
+    assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
+
+
+def test_openais_archives_are_refused_with_the_line_that_converts_them(tmp_path):
+    class Archive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("input_resolution", torch.tensor(224))
+            self.logit_scale = nn.Parameter(torch.tensor(4.6))
+            self.weight = nn.Parameter(torch.rand(2, 3))
+
+        def forward(self, x):
+            return x
+    file = tmp_path / "ViT-B-16.pt"
+    torch.jit.script(Archive()).save(file)
+    for load in (lambda: checkpoint.load_encoder(file),
+                 lambda: build_teacher(f"ViT-B-16-quickgelu/{file}", 14)):
+        with pytest.raises(checkpoint.LoadError, match="TorchScript archive") as caught:
+            load()
+    code = str(caught.value).split("save its weights with ")[1]
+    new = tmp_path / "new.pt"
+    exec(code.replace("NEW_FILE", "new").replace("FILE", "str(file)"),
+         {"torch": torch, "new": new, "file": file})
+    assert torch.load(new).keys() == {"logit_scale", "weight"}      # what open_clip expects
+
+
 BIAS = "blocks.3.norm1.bias"
 PATCHES = "patch_embed.proj.weight"
 
@@ -3068,7 +3100,7 @@ def test_metrics_keep_no_graph(stage, monkeypatch):
 def test_a_router_that_collapses_is_warned_of(recwarn):
     pretrain.warn_of_collapse({"token_ratio": 0.25})
     assert not recwarn
-    with pytest.warns(UserWarning, match="the router collapses: pixel_ratio"):
+    with pytest.warns(UserWarning, match="the weights collapse: pixel_ratio"):
         pretrain.warn_of_collapse({"pixel_ratio": 0.15})
 
 
@@ -3080,6 +3112,18 @@ def test_a_router_that_collapses_is_warned_of(recwarn):
     ("finetune", "runs/a/x.pt", "_checkpoint=runs-a-x.pt")))
 def test_the_run_folder_is_named_after_the_flags_that_matter(name, flags, folder):
     assert SCRIPTS[name].parse_args(flags.split()).out == f"runs/{name}{folder}"
+
+
+@pytest.mark.parametrize("name, flags, hint", (
+    ("segment", "x.pt --epochs 3", "--epochs is --iterations here"),
+    ("finetune", "--warmup-iterations 3", "--warmup-iterations is --warmup-epochs here"),
+    ("segment", "x.pt --image-size 3", "--image-size is --crop-size here"),
+    ("pretrain", "--batch_size 3", "--batch_size is --batch-size here"),
+    ("pretrain", "--entropy-weigth=3", "--entropy-weigth is --entropy-weight here")))
+def test_a_flag_of_another_stage_or_spelling_is_named(capsys, name, flags, hint):
+    with pytest.raises(SystemExit):
+        SCRIPTS[name].parse_args(flags.split())
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"; {hint}")
 
 
 def test_data_in_another_place_is_another_run_folder(monkeypatch, tmp_path):
@@ -4264,7 +4308,8 @@ def submit(stage, tmp_path):
     programs = tmp_path / "bin"
     programs.mkdir()
     stand_in(programs, "python",
-             f'[ -z "$ERROR" ] || exit 2; [ $1 = pretrain.py ]; shift; exec {program} "$@"')
+             f'[ -z "$ERROR" ] || exit 2; [ $1 = pretrain.py ] || {{ echo "$@"; exit; }}; shift; '
+             f'exec {program} "$@"')
     stand_in(programs, "scontrol",
              f'if [ $1 = show ]; then echo 127.0.0.1; seq -f "machine-%07g" 10000; '
              f'else echo "$@" >> {tmp_path}/requeued; fi')
@@ -4276,9 +4321,9 @@ exit ${code:-0}""")
     environment |= dict(SLURM_JOB_ID=str(os.getpid()), SLURM_CPUS_PER_TASK="1",
                         SLURM_JOB_NODELIST="n")
 
-    def run_script(tasks, flags="", **variables):
+    def run_script(tasks, flags="", script="pretrain.py", **variables):
         argv = stage("pretrain", f"--drop-path 0 {flags}", out="two words")
-        job = subprocess.Popen(["bash", HERE / "slurm.sh", *argv], cwd=HERE, text=True,
+        job = subprocess.Popen(["bash", HERE / "slurm.sh", script, *argv], cwd=HERE, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                env=environment | {"SLURM_NTASKS": str(tasks)} | variables)
         print(*finish(job))
@@ -4298,6 +4343,12 @@ def test_the_cluster_script_requeues_after_a_signal_to_any_of_four_processes_unt
     assert submit(4) == 0      # as Slurm does with a job in its queue
     assert checkpoint.load_checkpoint(last)["step"] == 8
     assert not requeued.exists()
+
+
+def test_the_cluster_script_runs_any_stage(submit, tmp_path, capfd):
+    assert submit(2, script="knn.py") == 0
+    assert capfd.readouterr().out.count("knn.py --model vit_nano") == 2
+    assert not (tmp_path / "requeued").exists()
 
 
 @pytest.mark.parametrize("flags, variables, code, step", (

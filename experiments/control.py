@@ -89,7 +89,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--images", type=int, default=4096, help="of train/ (default: 4096)")
     add("--teacher", default="runs/control-teacher", metavar="FOLDER",
         help="is trained there on all of train/ if it is missing")
-    add("--teacher-epochs", type=int, default=16)
+    add("--teacher-epochs", type=int, default=4)
     add("--out", type=Path, default=HERE / "control.jsonl", metavar="FILE")
     return parser.parse_args(argv)
 
@@ -207,7 +207,7 @@ class Arm:
         rate = self.changes.get("rate", 1.0)
         self.optimizer = common.adamw(self.student, args.lr, args.weight_decay, args.betas,
                                       lambda name: rate if name.endswith("scale") else 1.0)
-        self.lambdas = Lambda(args.entropy_weight, pretrain.follows(args) or ["token"],
+        self.lambdas = Lambda(args.entropy_weight, pretrain.lambda_objectives(args) or ["token"],
                               ["token"], args.variation)
 
     def weigh(self, pred, patch_loss: Tensor, selected: Tensor, planted: Tensor
