@@ -318,15 +318,15 @@ def measure(arm: Arm, teacher: Teacher, views: Views, planting: Planting) -> dic
         mean = weight.sum(1, keepdim=True) / selected.sum(1, keepdim=True)
         weight = weight / mean.clamp_min(1e-20)
         columns.append([each.flatten(0, 1)[selected.flatten() > 0] for each in (
-            loss, hard, weight, there, of_student(pred, batch["object"]), found,
-            F.layer_norm(target, target.shape[-1:]))])
-    loss, hard, weight, there, on_object, found, target = map(torch.cat, zip(*columns))
+            loss, hard, weight, there, of_student(pred, batch["object"]),
+            of_student(pred, batch["noise"]), found, F.layer_norm(target, target.shape[-1:]))])
+    loss, hard, weight, there, on_object, noise, found, target = map(torch.cat, zip(*columns))
     row = {"cv": weight.std().item(), "planted": there.float().mean().item(),
            "correlation": torch.corrcoef(torch.stack([hard, weight]))[0, 1].nan_to_num().item()}
     # where the content says what is planted, the clean loss of these patches cannot be low
     learned = ~there if planting.how in ("noise", "flat") else torch.ones_like(there)
-    for name, group in {"learned": learned, "object": learned & on_object,
-                        "other": learned & ~on_object, "planted": there}.items():
+    for name, group in {"learned": learned, "object": learned & on_object, "noise": noise,
+                        "other": learned & ~on_object & ~noise, "planted": there}.items():
         if group.any():
             error = (found - target)[group].square().mean()
             row |= {f"loss_{name}": loss[group].mean().item(),
@@ -401,6 +401,7 @@ def subset(options, split: str, count: int) -> Cached:
 
 def main(options: argparse.Namespace):
     torch.set_num_threads(1)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     if not Path(options.teacher, "last.pt").exists():
         train_teacher(options)
     grid = options.image_size // options.patch_size

@@ -1,228 +1,271 @@
-"""The tables of experiments/README.md, from the runs of experiments/run.sh.
+"""The tables and the picture of experiments/README.md, from the lines of control.jsonl.
 
-    python experiments/table.py noise shapes cifar      # in the repository, or --runs FOLDER
-    python experiments/table.py noise --to none         # differences to another row
+    python experiments/table.py            # prints the tables, and writes them into README.md
+    python experiments/table.py --draw     # draws assets/control.png too, with matplotlib
 
-Measures each finished run of runs/SET/ROW-SEED and writes its values to experiments/SET.json,
-where those of earlier calls stay, so that a new row can be paired with them. Prints the tables
-and updates the README's. With --to, it measures nothing.
+A row's *recovered share* is (floor - row) / (floor - ceiling) in the token loss of held-out patches
+that can be learned, with clean targets: 0 for unweighted losses, 1 for the oracle, seed by seed.
+± is the standard error over seeds. A value that is closer to zero than Student's t at 95 % times
+its standard error is no answer: the cell says "cannot tell", and how large it would have had to be.
 """
 
 import argparse
 import json
+import math
 import re
 import statistics
-import sys
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor
-
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-import common
-import data
-import pretrain
-import routing
-from checkpoint import load_checkpoint
-from losses import token_loss
-from run import rounded
-from teacher import build_teacher
+# Student's t at 95 %, two-sided, by degrees of freedom
+T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+SELECTION = 100      # seeds from here on chose lambda, and are in no other table
 
-# key in SET.json, title, digits, whether the table has the difference to `uniform`
-COLUMNS = [("knn", "k-NN", 1, True), ("linear", "linear", 1, True), ("ep", "EP", 1, True),
-           ("token_loss", "token loss", 4, True), ("miou", "CamVid mIoU", 1, True),
-           ("ratio", "ratio", 3, False), ("r", "r", 2, False),
-           ("variation", "variation", 3, False), ("cls", "[CLS]", 3, False),
-           ("silhouette", "silhouette", 3, False), ("foreground", "foreground", 2, False)]
-ORDER = ("none", "uniform", "detached", "coupled", "aimed", "combine", "router", "expert",
-         "token", "long")      # of rows
+NOISE = {"set": "shapes-noise", "plant": "noise", "encoding": "sparse", "model": "vit_nano"}
+FLAT = {"set": "cifar10", "plant": "flat", "encoding": "sparse", "model": "vit_nano"}
+RANDOM = FLAT | {"plant": "random"}
+NONE = NOISE | {"plant": "none"}
+CIFAR_NONE = FLAT | {"plant": "none"}
+TINY = NOISE | {"model": "vit_tiny"}
+DENSE = NONE | {"encoding": "dense"}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
-    add("sets", nargs="+", choices=("noise", "shapes", "cifar"), metavar="SET",
-        help="noise, shapes, cifar")
-    add("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="default: runs")
-    add("--to", metavar="ROW", help="print the differences to this row")
-    add("--out", type=Path, default=HERE, metavar="FOLDER",
-        help="of SET.json and README.md (default: here)")
+    add("--rows", type=Path, default=HERE / "control.jsonl", metavar="FILE")
+    add("--readme", type=Path, default=HERE / "README.md", metavar="FILE")
+    add("--draw", type=Path, nargs="?", const=HERE.parent / "assets" / "control.png",
+        metavar="FILE", help="draw the picture, too (default: assets/control.png)")
     return parser.parse_args(argv)
 
 
-# ------------------------------------------------------------------- from runs to JSON
+# ------------------------------------------------------------------------- arithmetic
 
-@torch.no_grad()
-def held_out(path: Path, count: int = 1000) -> tuple[Tensor, Tensor | None]:
-    """On cropped and masked validation images, the same for each run of a set.
+class Rows:
+    """The lines of a case, such as NOISE | {"epochs": 8}: row -> seed -> measures."""
 
-    -> the token loss of visible patches [M, V]; their dispatch weights [M, V, E] of the router
-    that weights them, in units of the uniform weight; None if there is no router.
-    """
-    file = load_checkpoint(path)
-    args = argparse.Namespace(**file["args"])
-    teacher = build_teacher(args.teacher, args.image_size // args.patch_size)
-    student = pretrain.build_student(args, teacher.dim).eval()
-    student.load_state_dict(file["model"])
-    process = common.Process(routing.parse_args([str(path), "--amp", "off", "--workers", "0"]))
-    teacher.to(process.device)
-    student.to(process.device)
-    dataset = data.open_images(args.data, "val", args.image_size)
-    views = data.TrainViews(dataset, args.image_size, 0, student.encoder.grid, args.mask_ratio)
-    order = np.random.default_rng(0).permutation(len(dataset))[:count]
-    batches = [[(0, int(i)) for i in part] for part in np.array_split(order, 10)]
-    losses = []
-    weights = []
-    for batch in data.load(views, batches, process):
-        images = data.augment(batch)
-        pred = student(data.normalize(images), batch["mask"])
-        ids = pred.ids_keep[..., None].expand(-1, -1, teacher.dim)
-        target = teacher(images)[:, 1:].gather(1, ids)
-        losses.append(token_loss(pred.tokens[:, 1:], target).cpu())
-        if pred.routing:
-            weights.append(pred.routing[max(pred.routing)].dispatch[:, 1:].cpu())
-    if not weights:
-        return torch.cat(losses), None
-    weights = torch.cat(weights)
-    return torch.cat(losses), weights / weights.mean(1, keepdim=True)
+    def __init__(self, lines: list[dict], case: dict, selection: bool = False):
+        self.rows = {}
+        for line in lines:
+            chosen = (line["seed"] >= SELECTION) == selection
+            if chosen and case.items() <= line.items():
+                self.rows.setdefault(line["row"], {})[line["seed"]] = line
+
+    def values(self, row: str, field: str) -> dict[int, float]:
+        return {seed: line[field] for seed, line in self.rows.get(row, {}).items()
+                if field in line}
+
+    def shares(self, row: str) -> list[float]:
+        """The recovered share of each seed that has the row, its floor and its ceiling."""
+        mine, floor, ceiling = (self.values(name, "loss_learned")
+                                for name in (row, *floor_and_ceiling(row)))
+        return [(floor[seed] - mine[seed]) / (floor[seed] - ceiling[seed])
+                for seed in mine if seed in floor and seed in ceiling]
+
+    def gains(self, row: str, field: str, relative: bool = False) -> list[float]:
+        """What the row is above its floor, seed by seed; with `relative`, in percent of it."""
+        mine = self.values(row, field)
+        floor = self.values(floor_and_ceiling(row)[0], field)
+        return [(mine[seed] - floor[seed]) * (100 / floor[seed] if relative else 1)
+                for seed in mine if seed in floor]
 
 
-def measure(run: Path) -> dict:
-    """The values of a finished run, a row of SET.json."""
-    def rows(file: str) -> list[dict]:
-        return list(map(json.loads, (run / file).read_text().splitlines()))
-
-    def log(stage: str, name: str) -> list:
-        return [line[name] for line in rows(f"{stage}/log.jsonl") if name in line]
-
-    args = json.loads((run / "args.json").read_text())
-    name, seed = run.name.rsplit("-", 1)
-    # the latest row of a checkpoint counts
-    knn = {Path(row["checkpoint"]).name: row["top1"] for row in rows("knn.jsonl")}
-    loss, weight = held_out(run / "last.pt")
-    row = {"row": name, "seed": int(seed), "knn": knn["last.pt"],
-           "linear": max(log("linear", "top1")), "ep": max(log("ep", "top1")),
-           "token_loss": loss.mean().item(), "std": loss.std(1, False).mean().item()}
-    if (run / "camvid" / "best.pt").exists():
-        row["miou"] = max(log("camvid", "miou"))
-    if weight is not None:
-        seen, = json.loads((run / "routing.json").read_text())
-        block = seen["blocks"][-1]      # of the router that weights the loss
-        first = weight[..., 0]          # expert 0
-        aimed = log(".", "lambda")[-1][0] if args.get("variation") else None
-        row |= {"ratio": (log(".", "token_ratio") or [1.0])[-1], "r": seen["correlation"],
-                "variation": first.std(1, False).mean().item(), "cls": max(block["cls_share"]),
-                "silhouette": block["silhouette"], "scale": block["scale"],
-                "lambda": aimed or args["entropy_weight"][0]}
-        if "foreground_auc" in seen:
-            row["foreground"] = seen["foreground_auc"][0]
-    return rounded(row)
+def floor_and_ceiling(row: str) -> tuple[str, str]:
+    """The rows that a row is compared with: with experts, or without."""
+    if row.startswith(("none", "router")):
+        return "none", "none_oracle"
+    return "unweighted", "oracle"
 
 
-def rank(row: dict) -> tuple:
-    kinds = (i for i, start in enumerate(ORDER) if row["row"].startswith(start))
-    weight = 0 if "aimed" in row["row"] else -row.get("lambda", 0)
-    return next(kinds, len(ORDER)), "uniform" not in row["row"], weight, row["row"], row["seed"]
+def error(values: list[float]) -> float:
+    return statistics.stdev(values) / len(values) ** 0.5
 
 
-def update(path: Path, folder: Path):
-    """Measures the runs in `folder`, and puts them beside other rows and seeds of the file."""
-    rows = json.loads(path.read_text()) if path.exists() else []
-    rows = {(row["row"], row["seed"]): row for row in rows}
-    for run in sorted(best.parents[1] for best in folder.glob("*-[0-9]*/ep/best.pt")):
-        print(run, file=sys.stderr)
-        row = measure(run)
-        rows[row["row"], row["seed"]] = row
-    if rows:
-        lines = [json.dumps(row) for row in sorted(rows.values(), key=rank)]
-        path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
-
-
-# ----------------------------------------------------------------- from JSON to tables
-
-def by_row(rows: list[dict], key: str) -> dict[str, dict[int, float]]:
-    """Row -> seed -> value, of those that have one."""
-    values = {}
-    for row in rows:
-        if row.get(key) is not None:
-            values.setdefault(row["row"], {})[row["seed"]] = row[key]
-    return values
-
-
-def reference(name: str) -> str:
-    kinds = (f"{kind}-uniform" for kind in ("token", "long") if name.startswith(kind))
-    return next(kinds, "uniform")
+def detectable(values: list[float]) -> float:
+    """The smallest mean that differs from zero at 95 %, by the spread of the seeds."""
+    return T95[len(values) - 1] * error(values)
 
 
 def number(value: float, digits: int, sign: str = "") -> str:
     return f"{round(value, digits) + 0.0:{sign}.{digits}f}"      # no -0.0
 
 
-def cell(mine: dict[int, float], other: dict[int, float], digits: int) -> str:
-    """Mean ± standard deviation (paired difference ± standard error).
+def cell(values: list[float], digits: int, sign: str = "") -> str:
+    if not values:
+        return ""
+    mean = statistics.mean(values)
+    if len(values) == 1:
+        return f"{number(mean, digits, sign)} (one seed)"
+    text = f"{number(mean, digits, sign)} ± {number(error(values), digits)}"
+    limit = detectable(values)
+    return text if abs(mean) > limit else f"{text}, cannot tell below {number(limit, digits)}"
 
-    Star: three seeds, and above 4.3 errors (Student's t at 95 %, two degrees of freedom).
-    """
-    text = number(statistics.mean(mine.values()), digits)
-    pairs = [mine[seed] - other[seed] for seed in mine if seed in other]
-    if len(mine) > 1:
-        text += f" ± {number(statistics.stdev(mine.values()), digits)}"
-    if len(pairs) == 1:
-        text += f" ({number(pairs[0], digits + 1, '+')})"
-    elif pairs:
-        difference = statistics.mean(pairs)
-        error = statistics.stdev(pairs) / len(pairs) ** 0.5
-        star = "*" if len(pairs) == 3 and abs(difference) > 4.3 * error else ""
-        text += (f" ({number(difference, digits + 1, '+')} ± {number(error, digits + 1)}"
-                 f"{star})")
-    return text
 
+def mean_cell(values: dict[int, float], digits: int) -> str:
+    """A mean ± its standard error, which is compared with nothing."""
+    if not values:
+        return ""
+    text = number(statistics.mean(values.values()), digits)
+    return text if len(values) == 1 else f"{text} ± {number(error([*values.values()]), digits)}"
+
+
+# ----------------------------------------------------------------------------- tables
 
 def markdown(lines: list[list[str]]) -> str:
     lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def results(rows: list[dict], to: str | None = None) -> str:
-    """A line for each row: means, and differences to the row `to` or that of `reference`."""
-    names = list(dict.fromkeys(row["row"] for row in rows))
-    values = {key: by_row(rows, key) for key, *_ in COLUMNS}
-    columns = [column for column in COLUMNS if values[column[0]]]
-    table = [["", "seeds", *(title for _, title, _, _ in columns)]]
+def table(lines: list[dict], columns: list[tuple], rows: list[str] | None = None,
+          selection: bool = False) -> str:
+    """A line for each row that has a value; a column is (title, case, function(Rows, row))."""
+    cases = [(title, Rows(lines, case, selection), value) for title, case, value in columns]
+    names = rows or list(dict.fromkeys(row for _, found, _ in cases for row in found.rows))
+    out = [["", *(title for title, _, _ in columns)]]
     for name in names:
-        line = [name, str(len(values["knn"][name]))]
-        for key, _, digits, paired in columns:
-            other = to or reference(name)
-            compared = (paired or to) and other != name
-            other = values[key].get(other, {}) if compared else {}
-            mine = values[key].get(name)
-            line.append(cell(mine, other, digits) if mine else "")
-        table.append(line)
-    return markdown(table)
+        cells = [value(found, name) if name in found.rows else "" for _, found, value in cases]
+        if any(cells):
+            out.append([name, *cells])
+    return markdown(out)
 
 
-def fill(text: str, name: str, table: str) -> str:
+def share(found: Rows, row: str) -> str:
+    return cell(found.shares(row), 2)
+
+
+def gain(field: str, digits: int, relative: bool = False):
+    return lambda found, row: cell(found.gains(row, field, relative), digits, "+")
+
+
+def mean(field: str, digits: int):
+    return lambda found, row: mean_cell(found.values(row, field), digits)
+
+
+def seeds(found: Rows, row: str) -> str:
+    return str(len(found.rows[row]))
+
+
+def tables(lines: list[dict]) -> dict[str, str]:
+    def at(case: dict, epochs: int) -> dict:
+        return case | {"epochs": epochs}
+    return {
+        "lambda": table(lines, [("recovered share, 8 epochs", at(NOISE, 8), share),
+                                ("lambda at the end", at(NOISE, 8), mean("lambda", 3)),
+                                ("variation of the weights", at(NOISE, 8), mean("cv", 2))],
+                        selection=True),
+        "share": table(lines, [
+            ("noise, 8 epochs", at(NOISE, 8), share), ("noise, 24", at(NOISE, 24), share),
+            ("noise, 72", at(NOISE, 72), share), ("flat, 8", at(FLAT, 8), share),
+            ("flat, 24", at(FLAT, 24), share), ("random, 8", at(RANDOM, 8), share),
+            ("random, 24", at(RANDOM, 24), share), ("ViT-tiny, noise, 8", at(TINY, 8), share)]),
+        "loss": table(lines, [
+            (f"{title}, {epochs}", at(case, epochs), mean("loss_learned", 4))
+            for title, case, lengths in (("noise", NOISE, (8, 24, 72)), ("flat", FLAT, (8, 24)),
+                                         ("random", RANDOM, (8, 24)))
+            for epochs in lengths], ["unweighted", "oracle", "none", "none_oracle"]),
+        "weights": table(lines, [
+            ("ROC area", at(NOISE, 24), mean("auc", 2)),
+            ("planted", at(NOISE, 24), mean("weight_planted", 2)),
+            ("object", at(NOISE, 24), mean("weight_object", 2)),
+            ("other", at(NOISE, 24), mean("weight_other", 2)),
+            ("loss, object", at(NOISE, 24), mean("loss_object", 4)),
+            ("loss, other", at(NOISE, 24), mean("loss_other", 4))]),
+        "features": table(lines, [
+            ("k-NN, noise, 24", at(NOISE, 24), gain("knn_mean", 1)),
+            ("probe, noise, 24", at(NOISE, 24), gain("probe_mean", 1)),
+            ("k-NN, flat, 24", at(FLAT, 24), gain("knn_mean", 1)),
+            ("probe, flat, 24", at(FLAT, 24), gain("probe_mean", 1)),
+            ("k-NN, random, 24", at(RANDOM, 24), gain("knn_mean", 1)),
+            ("probe, random, 24", at(RANDOM, 24), gain("probe_mean", 1))]),
+        "none": table(lines, [
+            (f"{title}, {epochs}", at(case, epochs), value)
+            for case, lengths in ((NONE, (8, 24)), (CIFAR_NONE, (24,))) for epochs in lengths
+            for title, value in (
+                (f"loss of {case['set']} (%)", gain("loss_learned", 1, relative=True)),
+                ("k-NN", gain("knn_mean", 1)), ("probe", gain("probe_mean", 1)))]),
+        "masked": table(lines, [
+            ("loss (%)", at(DENSE, 24), gain("loss_learned", 1, relative=True)),
+            *((f"explained, {kind}", at(DENSE, 24), mean(f"explained_{kind}", 2))
+              for kind in ("object", "other", "noise")),
+            *((f"weight, {kind}", at(DENSE, 24), mean(f"weight_{kind}", 2))
+              for kind in ("object", "other", "noise")),
+            ("k-NN", at(DENSE, 24), gain("knn_mean", 1)),
+            ("probe", at(DENSE, 24), gain("probe_mean", 1))]),
+    }
+
+
+def fill(text: str, name: str, content: str) -> str:
     """Puts a table between <!-- table.py NAME --> and <!-- end -->."""
     return re.sub(rf"(<!-- table.py {name} -->\n).*?(<!-- end -->)",
-                  lambda match: f"{match[1]}{table}\n{match[2]}", text, flags=re.DOTALL)
+                  lambda match: f"{match[1]}{content}\n{match[2]}", text, flags=re.DOTALL)
+
+
+def count_comparisons(lines: list[dict]) -> tuple[int, int]:
+    """How many cells compare a row with its floor, and how many of these differ from zero."""
+    text = "\n".join(content for name, content in tables(lines).items()
+                     if name in ("share", "features", "none", "masked"))
+    compared = re.findall(r"[-+]?[\d.]+ ± [\d.]+(, cannot tell)?", text)
+    return len(compared), compared.count("")
+
+
+# ----------------------------------------------------------------------------- picture
+
+def draw(lines: list[dict], path: Path):
+    """Recovered shares with error bars, and weights against losses."""
+
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    names = ["oracle", "softmin-V1", "routed-V1", "router-V1"]
+    labels = {"oracle": "oracle", "softmin-V1": "softmin", "routed-V1": "routed, 2 experts",
+              "router-V1": "loss router"}
+    cases = [(f"{title}\n{epochs} epochs", case | {"epochs": epochs})
+             for title, case, lengths in (("noise planted", NOISE, (8, 24, 72)),
+                                          ("CIFAR-10, flat", FLAT, (8, 24)),
+                                          ("CIFAR-10, random", RANDOM, (8, 24)))
+             for epochs in lengths]
+    for i, name in enumerate(names):
+        bars = [Rows(lines, case).shares(name) for _, case in cases]
+        at = [j + 0.2 * (i - 1.5) for j, bar in enumerate(bars) if bar]
+        left.bar(at, [statistics.mean(bar) for bar in bars if bar], 0.19, label=labels[name],
+                 yerr=[error(bar) if len(bar) > 1 else 0 for bar in bars if bar], capsize=2)
+    left.axhline(0, color="black", linewidth=0.8)
+    left.set(ylabel="recovered share of what can be gained",
+             title="0: unweighted, 1: planted patches weigh nothing")
+    left.set_xticks(range(len(cases)), [title for title, _ in cases], fontsize=8)
+    left.legend(fontsize=8)
+    found = Rows(lines, NOISE | {"epochs": 24}).rows
+    for color, name in enumerate(names[1:3], start=1):
+        line = found[name][min(found[name])]
+        losses, weights = zip(*line["curve"])
+        right.plot(losses, weights, "o", color=f"C{color}", label=labels[name], markersize=4)
+        closed = [math.exp(-loss / line["lambda"]) for loss in losses]
+        mean_weight = statistics.mean(closed)
+        right.plot(losses, [value / mean_weight for value in closed], color=f"C{color}",
+                   linewidth=1)
+    right.set(xlabel="token loss of a patch, planted targets", ylabel="weight / mean",
+              title="weight against loss; lines: exp(-loss / lambda)")
+    right.legend(fontsize=8)
+    figure.savefig(path, dpi=90)
 
 
 def main(args: argparse.Namespace) -> dict[str, str]:
     """-> the tables by name"""
-    files = {name: args.out / f"{name}.json" for name in ("noise", "shapes", "cifar")}
-    for name in () if args.to else args.sets:
-        update(files[name], args.runs / name)
-    sets = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
-    tables = {name: results(sets[name], args.to) for name in args.sets if name in sets}
-    if not args.to:
-        readme = args.out / "README.md"
-        for name, table in tables.items() if readme.exists() else ():
-            readme.write_text(fill(readme.read_text("utf-8"), name, table), "utf-8")
-    print("\n\n".join(tables.values()))
-    return tables
+    lines = [json.loads(line) for line in args.rows.read_text().splitlines()]
+    found = tables(lines)
+    text = args.readme.read_text("utf-8")
+    for name, content in found.items():
+        text = fill(text, name, content)
+        print(f"{name}\n{content}\n")
+    args.readme.write_text(text, "utf-8")
+    compared, told = count_comparisons(lines)
+    print(f"{compared} comparisons with a floor, {told} of them above their limit; by chance, "
+          f"{0.05 * compared:.1f} would be")
+    if args.draw:
+        draw(lines, args.draw)
+    return found
 
 
 if __name__ == "__main__":
