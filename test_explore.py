@@ -18,12 +18,14 @@ import os
 import random
 import re
 import resource
+import select
 import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections import namedtuple
@@ -194,19 +196,68 @@ def spy(monkeypatch, owner, name):
     return mock.call_args_list
 
 
-def start(*argv, **kwargs):
-    """A Python program in a session of its own."""
-    return subprocess.Popen([sys.executable, *map(str, argv)], text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            start_new_session=True, **dict(cwd=HERE) | kwargs)
+# To import PyTorch and timm takes seconds. This Python does it once, and forks itself for each
+# program that a test starts.
+WARM = """
+import gc, json, os, runpy, sys
+import timm.data, torch, torchvision.transforms.v2, tqdm
+gc.freeze()      # the collector would touch, and so copy, all of it in each process
+for line in sys.stdin:
+    job = json.loads(line)
+    if "wait" in job:
+        print(os.waitstatus_to_exitcode(os.waitpid(job["wait"], 0)[1]), flush=True)
+        continue
+    files = [os.open(name, os.O_WRONLY | os.O_CREAT) for name in job["files"]]
+    if pid := os.fork():
+        list(map(os.close, files))
+        print(pid, flush=True)
+        continue
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(files[0], 1)
+    os.dup2(files[1], 2)
+    os.chdir(job["folder"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    sys.argv = job["argv"]
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    break
+"""
+Program = namedtuple("Program", "pid files living")
 
 
-def finish(process):
-    """Waits for a process -> (its standard output, its standard error)"""
-    try:
-        return process.communicate(timeout=300)
-    finally:
-        process.terminate()      # torchrun ends its processes
+@functools.cache
+def warm():
+    return subprocess.Popen([sys.executable, "-c", WARM], text=True, stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, start_new_session=True)
+
+
+def ask(**job):
+    print(json.dumps(job), file=warm().stdin, flush=True)
+    return int(warm().stdout.readline())
+
+
+def start(script, *argv, folder=HERE, **variables):
+    """Starts `python SCRIPT ARGV` in a session of its own."""
+    files = tempfile.TemporaryDirectory()
+    names = [f"{files.name}/{name}" for name in ("out", "error", "living")]
+    os.mkfifo(names[2])      # the program and its children hold one end
+    living = os.open(names[2], os.O_RDONLY | os.O_NONBLOCK)
+    pid = ask(files=names, argv=[str(Path(folder, script)), *map(str, argv)], folder=str(folder),
+              environment=os.environ | variables)
+    return Program(pid, files, living)
+
+
+def finish(program):
+    """Waits for a program and its children -> (exit code, standard output, standard error)"""
+    ended, _, _ = select.select([program.living], [], [], 300)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, 0 if ended else signal.SIGKILL)
+    os.close(program.living)
+    with program.files as folder:
+        code = ask(wait=program.pid)
+        return code, *(Path(folder, name).read_text("utf-8") for name in ("out", "error"))
 
 
 def loopback():
@@ -220,13 +271,21 @@ def loopback():
 needs_loopback = pytest.mark.skipif(not loopback(), reason="no network interface is up")
 
 
-def torchrun(processes, script, *argv):
-    """A real torchrun on the CPU -> its standard output."""
-    process = start("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes,
-                    HERE / script, *argv)
-    out, error = finish(process)
-    assert process.returncode == 0, error
-    return out
+def start_two(script, *argvs, **variables):
+    """Starts two processes of one group, with the variables that torchrun sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        variables |= dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT=str(free.getsockname()[1]))
+    return [start(script, *argv, **dict(RANK=rank, LOCAL_RANK=rank) | variables)
+            for rank, argv in zip("01", argvs)]
+
+
+def run_two(script, *argv):
+    """Runs a script in two processes -> the standard output of both"""
+    ends = list(map(finish, start_two(script, argv, argv)))
+    assert [code for code, _, _ in ends] == [0, 0], "".join(error for _, _, error in ends)
+    return "".join(out for _, out, _ in ends)
 
 
 def refusal(capsys, name, *argv):
@@ -1479,9 +1538,8 @@ def test_fifty_broken_images_in_a_row_stop_a_run_and_loaders_leave(stage, tmp_pa
     for i in range(50):
         (tmp_path / f"{i:02d}.jpg").write_text("no image")
     argv = stage("pretrain", "--workers 2", "--data", str(tmp_path))
-    process = start(HERE / "pretrain.py", *argv)
-    _, error = finish(process)
-    assert process.returncode == 2 and "Traceback" not in error
+    code, _, error = finish(start("pretrain.py", *argv))
+    assert code == 2 and "Traceback" not in error
     said = "pretrain.py: error: 50 images in a row cannot be read; the last one: cannot read the"
     assert said in error
     Image.new("RGB", (8, 8)).save(tmp_path / "50.jpg")
@@ -1495,9 +1553,8 @@ def test_a_broken_image_ends_an_evaluation_and_loaders_leave(stage, photos, tmp_
     shutil.copytree(photos, tmp_path / "copy")
     path = break_image(tmp_path / "copy" / "val" / "class_1" / "3.jpg")
     argv = stage("knn", "--workers 2", "--data", str(tmp_path / "copy"))
-    process = start(HERE / "knn.py", *argv)
-    _, error = finish(process)
-    assert process.returncode == 2 and "Traceback" not in error
+    code, _, error = finish(start("knn.py", *argv))
+    assert code == 2 and "Traceback" not in error
     assert f"knn.py: error: cannot read the image {path} (" in error
 
 
@@ -2181,7 +2238,7 @@ def test_pretraining_equals_a_plain_loop(stage, monkeypatch, flags):
     "--experts 0 --loss-weights softmin --variation 0.5"))
 def test_two_processes_equal_a_plain_loop_over_the_images_of_both(stage, flags, tmp_path):
     argv = stage("pretrain", ODD + "--micro-batch 2 " + flags)
-    torchrun(2, "pretrain.py", *argv)
+    run_two("pretrain.py", *argv)
     plain = plain_pretraining(pretrain.parse_args(argv), world=2)
     state, log = read_run(tmp_path / "run")
     plain.equals(state, log)
@@ -2297,7 +2354,7 @@ def test_supervised_stages_equal_a_plain_loop(stage, name, flags):
 def test_two_processes_accumulate_the_gradients_of_finetuning_as_a_plain_loop(stage, tmp_path):
     argv = stage("finetune", f"{UNUSUAL_SUPERVISED} --batch-size 16 --micro-batch 2 --recipe none "
                  "--drop-path 0.4 --layer-decay 0.5 --augment plain")
-    torchrun(2, "finetune.py", *argv)
+    run_two("finetune.py", *argv)
     plain, _ = plain_supervised("finetune", finetune.parse_args(argv), world=2)
     plain.equals(*read_run(tmp_path / "run"))
 
@@ -2457,9 +2514,8 @@ def test_a_signal_to_all_processes_of_a_run_leaves_no_traceback(stage, tmp_path)
     """As terminals and schedulers send it: to the loader's processes too."""
     argv = stage("pretrain", "--epochs 3000 --save-every 1")
     program = driver(tmp_path, "step == 6 and os.killpg(0, signal.SIGTERM)")
-    process = start(program, *argv, "--workers", "2")
-    out, error = finish(process)
-    assert process.returncode == 0 and "Traceback" not in error and "SIGTERM: " in out, error
+    code, out, error = finish(start(program, *argv, "--workers", "2"))
+    assert code == 0 and "Traceback" not in error and "SIGTERM: " in out, error
     assert checkpoint.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 6
 
 
@@ -2471,9 +2527,9 @@ def test_a_signal_that_is_ignored_as_under_nohup_stays_ignored(stage, monkeypatc
 
 def test_a_second_ctrl_c_leaves_at_once(stage, tmp_path):
     fault = "step == 3 and [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
-    process = start(driver(tmp_path, fault), *stage("pretrain", "--save-minutes 1e-9"))
-    _, error = finish(process)
-    assert process.returncode == -signal.SIGINT and "Traceback" not in error
+    program = start(driver(tmp_path, fault), *stage("pretrain", "--save-minutes 1e-9"))
+    code, _, error = finish(program)
+    assert code == -signal.SIGINT and "Traceback" not in error
     assert checkpoint.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 2
 
 
@@ -2486,7 +2542,9 @@ def test_two_processes_leave_together_when_one_gets_the_signal_and_one_resumes(s
     argv = stage("pretrain", "--drop-path 0")
     whole, _ = train(stage("pretrain", "--drop-path 0", out="whole"))
     fault = "step == 3 and rank == '1' and os.kill(os.getpid(), signal.SIGTERM)"
-    out = torchrun(2, driver(tmp_path, fault, GROUP), *argv)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    out = subprocess.run([sys.executable, *command, driver(tmp_path, fault, GROUP), *argv],
+                         check=True, stdout=subprocess.PIPE, text=True).stdout
     assert "SIGTERM: " in out and "last.pt holds step 3;" in out
     assert re.findall("group (.*)", out) == ["False", "False"]      # NCCL warns of one left behind
     parts, _ = train(argv)                     # another number of processes: the same curve
@@ -2499,7 +2557,7 @@ def test_two_processes_leave_together_when_one_gets_the_signal_and_one_resumes(s
 def test_other_stages_resume_and_evaluate_with_another_number_of_processes(stage, name, tmp_path):
     argv = stage(name, f"--lr 1e-3 --save-every {4 if name == 'segment' else 1}")
     play(name, [*argv, "--max-steps", "3"])
-    out = torchrun(2, f"{SCRIPTS[name].__name__}.py", *argv)
+    out = run_two(f"{SCRIPTS[name].__name__}.py", *argv)
     state, log = read_run(tmp_path / "run")
     assert state["step"] == 8 and run.finite(state)
     assert [line["step"] for line in log if "top1" in line or "miou" in line] == [4, 8]
@@ -2511,17 +2569,12 @@ def test_other_stages_resume_and_evaluate_with_another_number_of_processes(stage
 
 @needs_loopback
 def test_all_processes_start_from_the_same_step_or_none_starts(stage):
-    """Two agents, as on two machines that share no disk; one of them has a last.pt."""
+    """As on two machines that share no disk; one of them has a last.pt."""
     play("finetune", stage("finetune", "--max-steps 2", out="one"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = ["-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1,
-               "--rdzv_backend", "c10d", "--rdzv_endpoint", address, HERE / "finetune.py"]
-    agents = [start(*command, *stage("finetune", out=out)) for out in ("one", "two")]
-    for agent in agents:      # on both machines
-        _, error = finish(agent)
-        assert agent.returncode
+    argvs = [stage("finetune", out=out) for out in ("one", "two")]
+    for program in start_two("finetune.py", *argvs, LOCAL_RANK="0"):
+        code, _, error = finish(program)
+        assert code == 2
         assert "not all processes see the same last.pt: --out must be on a disk" in error
 
 
@@ -2702,7 +2755,8 @@ def test_a_second_run_in_the_same_folder_says_so_and_leaves(stage, tmp_path, cap
     (tmp_path / "run").mkdir()
     program = ("import fcntl; fcntl.lockf(f := open('.lock', 'w+'), fcntl.LOCK_SH); "
                "print('locked'); input()")
-    holder = start("-u", "-c", program, cwd=tmp_path / "run", stdin=subprocess.PIPE)
+    holder = subprocess.Popen([sys.executable, "-u", "-c", program], cwd=tmp_path / "run",
+                              text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout.readline() == "locked\n"
     assert f"another run is using {tmp_path / 'run'}" in refusal(capsys, "pretrain", *argv)
     holder.kill()                              # however the first one ended
@@ -3063,7 +3117,7 @@ def test_knn_prints_the_best_and_appends_rows_the_same_in_two_processes(photos, 
     printed = capsys.readouterr().out
     best = paths[results.index(max(results))]
     assert printed.splitlines()[-1] == f"best: {max(results):.2f}%  {best}"
-    assert torchrun(2, "knn.py", *paths, *flags) == printed
+    assert run_two("knn.py", *paths, *flags) == printed
     lines = (tmp_path / "knn.jsonl").read_text().splitlines()
     rows = [tuple(json.loads(line)[key] for key in ("checkpoint", "data", "k", "top1"))
             for line in lines]
@@ -3807,9 +3861,8 @@ def test_the_readmes_programs_run_beside_copies_of_two_files(files, code, photos
         other = other.replace("vit.blocks[-1].mlp.phi.grad", "router.phi.grad")
         code = f"{code}\n{other}"
     (tmp_path / "program.py").write_text(code, "utf-8")
-    process = start("program.py", cwd=tmp_path)
-    _, error = finish(process)
-    assert process.returncode == 0, error
+    code_, _, error = finish(start("program.py", folder=tmp_path))
+    assert code_ == 0, error
     if "losses" not in code:
         features = torch.load(tmp_path / "features.pt")
         encoder = checkpoint.load_encoder(tmp_path / "encoder.pt").eval()
@@ -3924,19 +3977,14 @@ def test_an_objective_is_added_as_contributing_says(ids_keep):
 
 
 @pytest.fixture
-def submit(stage, tmp_path):
-    """submit(tasks, "--flags", **variables) -> the exit code of slurm.sh
+def submit(tmp_path):
+    """submit(python, *argv, tasks=1) -> the exit code of slurm.sh
 
-    Its arguments are those of a run of eight steps. It runs with stand-ins for Slurm's programs;
+    `python` is a shell script in Python's place, and Slurm's programs have stand-ins, too:
     `requeued` in tmp_path is what scontrol does.
     """
-    fault = ("step == 3 and rank == '1' and 'SIGNAL' in os.environ "
-             "and os.kill(os.getpid(), signal.SIGUSR1)")
-    program = shlex.join([sys.executable, str(driver(tmp_path, fault))])
     programs = tmp_path / "bin"
     programs.mkdir()
-    stand_in(programs, "python",
-             f'[ -z "$ERROR" ] || exit 2; [ $1 = pretrain.py ]; shift; exec {program} "$@"')
     stand_in(programs, "scontrol",
              f'[ $1 = show ] && echo 127.0.0.1 || echo "$@" >> {tmp_path}/requeued')
     environment = stand_in(programs, "srun", """
@@ -3947,37 +3995,36 @@ exit ${code:-0}""")
     environment |= dict(SLURM_JOB_ID=str(os.getpid()), SLURM_CPUS_PER_TASK="1",
                         SLURM_JOB_NODELIST="n")
 
-    def run_script(tasks, flags="", **variables):
-        argv = stage("pretrain", f"--drop-path 0 {flags}", out="two words")
-        job = subprocess.Popen(["bash", HERE / "slurm.sh", *argv], cwd=HERE, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               env=environment | {"SLURM_NTASKS": str(tasks)} | variables)
-        print(*finish(job))
-        return job.returncode
+    def run_script(python, *argv, tasks=1):
+        stand_in(programs, "python", python)
+        return subprocess.run(["bash", HERE / "slurm.sh", *argv], cwd=HERE, timeout=300,
+                              env=environment | {"SLURM_NTASKS": str(tasks)}).returncode
     return run_script
 
 
 @needs_loopback
-def test_the_cluster_script_requeues_after_a_signal_to_any_of_four_processes_until_the_end(
-        submit, tmp_path):
-    assert submit(4, SIGNAL="1") == 0
-    requeued = tmp_path / "requeued"
-    assert requeued.read_text() == f"requeue {os.getpid()}\n"
-    last = tmp_path / "two words" / "last.pt"
-    assert checkpoint.load_checkpoint(last)["step"] == 3
-    requeued.unlink()
-    assert submit(4) == 0      # as Slurm does with a job in its queue
-    assert checkpoint.load_checkpoint(last)["step"] == 8
-    assert not requeued.exists()
+def test_the_cluster_script_requeues_after_a_signal_to_any_process(submit, stage, tmp_path):
+    program = driver(tmp_path, "step == 3 and rank == '1' and os.kill(os.getpid(), signal.SIGUSR1)")
+    python = f'[ $1 = pretrain.py ]; shift; exec {sys.executable} {program} "$@"'
+    assert submit(python, *stage("pretrain", out="two words"), tasks=2) == 0
+    assert (tmp_path / "requeued").read_text() == f"requeue {os.getpid()}\n"
+    assert checkpoint.load_checkpoint(tmp_path / "two words" / "last.pt")["step"] == 3
 
 
-@pytest.mark.parametrize("flags, variables, code, step", (
-    ("", {"ERROR": "1"}, 2, None), ("", {}, 0, 8), ("--epochs 1 --warmup-epochs 0", {}, 0, 4),
-    ("--max-steps 3", {}, 0, 3)), ids=("error", "end", "another-length", "max-steps"))
 def test_the_cluster_script_does_not_requeue_after_an_error_or_the_end(
-        submit, tmp_path, flags, variables, code, step):
-    assert submit(1, flags, **variables) == code
+        submit, stage, tmp_path, capsys):
+    assert submit("echo SIGUSR1: ; [ $RANK = 0 ] || exit 2", tasks=2) == 2
+    for flags in ("--max-steps 3", ""):      # what pretraining prints there
+        train(stage("pretrain", flags))
+        (tmp_path / "printed").write_text(capsys.readouterr().out)
+        assert submit(f"cat {tmp_path}/printed") == 0
     assert not (tmp_path / "requeued").exists()
-    if step:
-        last = checkpoint.load_checkpoint(tmp_path / "two words" / "last.pt")
-        assert last["step"] == step
+
+
+def test_the_cluster_script_gives_each_task_its_rank_and_all_arguments(submit, tmp_path):
+    python = ('echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR:$MASTER_PORT" "$#" "$@" '
+              f">> {tmp_path}/started")
+    assert submit(python, "--out", "two words", tasks=3) == 0
+    port = 20000 + os.getpid() % 10000
+    assert sorted((tmp_path / "started").read_text().splitlines()) == [
+        f"{rank} {rank} 3 127.0.0.1:{port} 3 pretrain.py --out two words" for rank in range(3)]
