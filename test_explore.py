@@ -131,6 +131,7 @@ def nano(**vit):
 
 
 SMALL_DECODER = dict(dim=64, depth=1, heads=2)
+small_student = functools.partial(model.Explore, decoder=SMALL_DECODER)
 small_decoder = functools.partial(pretrain.build_student, decoder=SMALL_DECODER)
 
 
@@ -145,7 +146,7 @@ def write_checkpoint(path, **vit):
 @pytest.fixture(scope="session")
 def teacher(tmp_path_factory):
     torch.manual_seed(1)
-    return write_checkpoint(tmp_path_factory.mktemp("teacher") / "teacher.pt")
+    return write_checkpoint(tmp_path_factory.mktemp("teacher") / "teacher.pt", depth=1)
 
 
 @pytest.fixture
@@ -438,7 +439,7 @@ def test_the_order_of_visible_patches_changes_nothing():
 
 @pytest.mark.parametrize("dense", (False, True))
 def test_the_student_never_sees_a_masked_patch(dense):
-    student = model.Explore(nano(experts=2), 8, dense=dense, pixels=True)
+    student = small_student(nano(experts=2), 8, dense=dense, pixels=True)
     mask = torch.zeros(2, 16, dtype=torch.bool)
     mask[0, :6] = mask[1, 5:11] = True
     images = torch.rand(2, 3, 32, 32)
@@ -452,7 +453,7 @@ def test_the_student_never_sees_a_masked_patch(dense):
 
 @pytest.mark.parametrize("dense", (False, True))
 def test_head_and_decoder_see_what_the_encoder_made_and_teach_it(dense):
-    student = model.Explore(nano(experts=2), 8, dense=dense, pixels=True)
+    student = small_student(nano(experts=2), 8, dense=dense, pixels=True)
     images = torch.rand(2, 3, 32, 32)
     mask = torch.arange(32).view(2, 16) % 16 >= 10
     pred = student(images, mask)
@@ -497,17 +498,23 @@ def test_the_vit_base_has_the_papers_size(experts, millions):
     assert vit.moe_blocks == ([1, 3, 5, 7, 9, 11] if experts else [])
 
 
-def test_encoder_is_timms_both_ways():
+@pytest.mark.parametrize("name", ("tiny", "small", "base", "large"))
+def test_encoder_is_timms_both_ways(name):
     import timm
-    theirs = timm.create_model("vit_base_patch16_224", init_values=0.1, num_classes=0).eval()
+    with torch.device("meta"):      # all blocks, in name and shape
+        whole = timm.create_model(f"vit_{name}_patch16_224", init_values=0.1, num_classes=0)
+        ours = model.build_vit(f"vit_{name}")
+    ours.load_state_dict(whole.state_dict(), assign=True)
+    assert ours.blocks[0].attn.heads == whole.blocks[0].attn.num_heads
+    theirs = timm.create_model(f"vit_{name}_patch16_224", init_values=0.1, num_classes=0, depth=2)
     for p in theirs.parameters():
         p.data.add_(0.02 * torch.randn_like(p))        # no bias is zero and no norm is one
-    ours = model.build_vit("vit_base").eval()
+    ours = model.build_vit(f"vit_{name}", depth=2).eval()
     images = torch.randn(1, 3, 224, 224)
-    ours.load_state_dict(theirs.state_dict())
+    ours.load_state_dict(theirs.eval().state_dict())
     with torch.no_grad():
         assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
-        ours.blocks[3].attn.qkv.weight.mul_(1.1)
+        ours.blocks[1].attn.qkv.weight.mul_(1.1)
         theirs.load_state_dict(ours.state_dict(), strict=True)
         assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
 
@@ -538,7 +545,7 @@ def test_the_decoder_has_8_blocks_of_width_512_without_experts_and_layer_scale()
 
 
 def test_tokens_and_positions_start_at_0_02_and_mask_tokens_are_not_the_encoders():
-    student = model.Explore(nano(), 8, dense=True, pixels=True)
+    student = small_student(nano(), 8, dense=True, pixels=True)
     for token in (student.mask_token, student.decoder.mask_token, student.decoder.pos_embed,
                   student.encoder.cls_token, student.encoder.pos_embed, student.head.weight):
         assert token.std().item() == pytest.approx(0.02, rel=0.3)
@@ -930,25 +937,24 @@ def test_lambda_is_the_entropy_weight_before_the_first_finite_step_and_without_v
 
 # ------------------------------------------------------ checkpoint: other people's weights
 
-@pytest.mark.parametrize("scale, wrap, zipped", (
-    (0.1, lambda state: state, False),
-    (None, lambda state: {"model": state, "args": argparse.Namespace(lr=1)}, True),
-    (None, lambda state: {"state_dict": {f"module.{k}": v for k, v in state.items()}}, True)))
-def test_plain_vit_state_dicts_load(tmp_path, scale, wrap, zipped):
-    import timm
-    theirs = timm.create_model("vit_tiny_patch16_224", num_classes=5, init_values=scale).eval()
-    state = wrap({**theirs.state_dict(), "decoder_pos_embed": torch.zeros(1)})
-    torch.save(state, tmp_path / "timm.pt", _use_new_zipfile_serialization=zipped)
-    encoder = checkpoint.load_encoder(tmp_path / "timm.pt").eval()
-    images = torch.rand(1, 3, 224, 224)
-    assert torch.allclose(encoder(images)[0], theirs.forward_features(images), atol=1e-4)
-
-
 def timm_vit(**kwargs):
     """A timm ViT of one block; its state dict has timm's names."""
     from timm.models import VisionTransformer
     return VisionTransformer(**dict(img_size=32, patch_size=16, embed_dim=192, depth=1,
                                     num_heads=3, num_classes=0) | kwargs).eval()
+
+
+@pytest.mark.parametrize("scale, wrap, zipped", (
+    (0.1, lambda state: state, False),
+    (None, lambda state: {"model": state, "args": argparse.Namespace(lr=1)}, True),
+    (None, lambda state: {"state_dict": {f"module.{k}": v for k, v in state.items()}}, True)))
+def test_plain_vit_state_dicts_load(tmp_path, scale, wrap, zipped):
+    theirs = timm_vit(img_size=48, depth=3, num_classes=5, init_values=scale)
+    state = wrap({**theirs.state_dict(), "decoder_pos_embed": torch.zeros(1)})
+    torch.save(state, tmp_path / "timm.pt", _use_new_zipfile_serialization=zipped)
+    encoder = checkpoint.load_encoder(tmp_path / "timm.pt").eval()
+    images = torch.rand(1, 3, 48, 48)
+    assert torch.allclose(encoder(images)[0], theirs.forward_features(images), atol=1e-4)
 
 
 @pytest.mark.parametrize("width, heads, said", (
@@ -995,12 +1001,13 @@ def other_normalization(request, tmp_path):
     import timm
     request.addfinalizer(functools.partial(torch.set_default_dtype, torch.get_default_dtype()))
     torch.set_default_dtype(torch.float64)
-    theirs = timm.create_model("vit_tiny_patch16_224", pretrained_cfg_overlay=request.param).eval()
+    theirs = timm.create_model("vit_tiny_patch16_224", pretrained_cfg_overlay=request.param,
+                               img_size=48, depth=2).eval()
     config = timm.data.resolve_model_data_config(theirs)
     path = str(tmp_path / "timm.pt")
     torch.save({"model": theirs.state_dict(), "heads": 3, "mean": config["mean"],
                 "std": config["std"]}, path)
-    images = rand(2, 3, 224, 224)
+    images = rand(2, 3, 48, 48)
     with torch.no_grad():
         features = theirs.forward_features(TF.normalize(images, config["mean"], config["std"]))
     return path, images, features
@@ -1279,15 +1286,16 @@ def test_every_kind_of_teacher_works_in_every_precision(small_clips, tmp_path, k
 
 def test_weights_for_another_normalization_teach_what_timm_makes_of_it(other_normalization):
     path, images, expected = other_normalization
-    assert torch.allclose(build_teacher(path, grid=14)(images), expected, rtol=0, atol=1e-10)
+    assert torch.allclose(build_teacher(path, grid=3)(images), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name, prefix, has_cls", (
     ("vit_small_patch14_reg4_dinov2", 5, True), ("vit_small_patch16_dinov3", 5, True),
     ("vit_base_patch16_siglip_224", 0, False), ("eva02_tiny_patch14_224", 1, True),
     ("vit_base_patch16_clip_224", 1, True), ("vit_medium_patch16_reg4_gap_256", 4, False)))
-def test_timms_teachers_are_its_own_forward_without_registers(name, prefix, has_cls):
+def test_timms_teachers_are_its_own_forward_without_registers(name, prefix, has_cls, monkeypatch):
     import timm
+    monkeypatch.setattr(timm, "create_model", functools.partial(timm.create_model, depth=2))
     torch.manual_seed(0)
     theirs = timm.create_model(name, num_classes=0).eval()
     side = 4 * theirs.patch_embed.patch_size[0]
@@ -1315,7 +1323,6 @@ def test_a_timm_teacher_has_the_hubs_weights_unless_they_are_random(monkeypatch)
 @pytest.mark.parametrize("name, expected", (
     ("dinov2", "neither a file nor an open_clip MODEL/PRETRAINED, such as ViT-B-16/openai, nor "
                "timm/NAME, such as timm/vit_base_patch14_dinov2.lvd142m"),
-    ("timm/resnet18/random", "resnet18 is not a plain vision transformer"),
     ("timm/swin_tiny_patch4_window7_224/random", "224 is not a plain vision transformer"),
     ("RN50/random", "RN50 is not one of open_clip's own vision transformers")))
 def test_what_cannot_be_a_teacher_is_refused_in_plain_words(capsys, stage, name, expected):
@@ -1382,7 +1389,7 @@ def test_the_area_of_blocks_is_uniform_and_their_aspect_log_uniform():
     """
     rng = np.random.default_rng(0)
     largest, aspects = [], []
-    for _ in range(600):
+    for _ in range(300):
         mask = np.pad(data.block_mask(rng, 300, 0.03).reshape(300, 300), 1)
         corners = np.argwhere(mask[1:, 1:] & ~mask[:-1, 1:] & ~mask[1:, :-1]) + 1
         h, w = np.array([(mask[top:, left].argmin(), mask[top, left:].argmin())
@@ -1825,7 +1832,7 @@ def test_a_default_warm_up_keeps_its_share_and_a_given_one_is_taken_as_it_is(nam
 
 
 def test_no_weight_decay_on_biases_scales_norms_positions_and_tokens():
-    student = model.Explore(nano(experts=2), 96, dense=True, pixels=True, loss_router=True)
+    student = small_student(nano(experts=2), 96, dense=True, pixels=True, loss_router=True)
     optimizer = common.adamw(student, 0.1, 0.05, (0.9, 0.95))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups
              for p in group["params"]}
@@ -1895,6 +1902,7 @@ def at_step(monkeypatch, step, action):
     "--encoding dense --objective token_cls_pixel --importance-weight 1"))
 def test_the_host_waits_for_nothing_between_logged_steps(stage, monkeypatch, flags):
     """A step, backward pass included, reads no value: on a GPU it would empty the queue."""
+    monkeypatch.setattr(pretrain, "build_student", small_decoder)
     reads = HostReads()
     at_step(monkeypatch, 0, reads.__enter__)
     at_step(monkeypatch, 1, lambda: reads.__exit__(None, None, None))
@@ -2261,9 +2269,9 @@ def test_lambda_is_the_losses_std_by_the_variation_whatever_the_micro_batch(stag
     monkeypatch.setattr(pretrain, "build_student", small_decoder)
     monkeypatch.setattr(run, "LOG_EVERY", 1)
     found = []
-    for micro_batch in (4, 32):
+    for micro_batch in (4, 16):
         words = (f"--variation 0.5 --drop-path 0 --lr 1e-5 --epochs 9 --max-steps 5 --batch-size "
-                 f"32 --micro-batch {micro_batch} {flags}")
+                 f"16 --micro-batch {micro_batch} {flags}")
         _, log = train(stage("pretrain", words, out=f"run{micro_batch}"))
         for line in log:
             for value, name in zip(line["lambda"], names):
@@ -2436,7 +2444,9 @@ def test_all_processes_evaluate_with_the_buffers_of_the_first(monkeypatch):
     assert (norm.running_mean == 7).all() and norm.training
     norm = nn.BatchNorm2d(3)
     norm.forward = lambda images: [images.repeat(1, 4, 1, 1)[:, :11]]
-    segment.evaluate(norm, segment.EvalScenes(Shapes("val", 8), 8, 11), process)
+    views = segment.EvalScenes(Shapes("val", 8), 8, 11)
+    views.dataset.length = 1
+    segment.evaluate(norm, views, process)
     assert (norm.running_mean == 7).all() and norm.training
 
 
@@ -2460,9 +2470,9 @@ def test_evaluations_sum_over_all_processes():
 # ----------------------------------------------------- resuming, saving, being stopped
 
 @pytest.mark.parametrize("name, flags, number", (
-    ("pretrain", "--balance gradnorm --gradnorm-lr 0.2 --drop-path 0.2 --micro-batch 4",
-     signal.SIGUSR1),
-    ("pretrain", "--balance rlw", signal.SIGHUP), ("pretrain", "--variation 0.2", signal.SIGHUP),
+    ("pretrain", "--balance gradnorm --gradnorm-lr 0.2 --variation 0.2 --drop-path 0.2 "
+                 "--micro-batch 4", signal.SIGUSR1),
+    ("pretrain", "--balance rlw", signal.SIGHUP),
     ("finetune", "", signal.SIGTERM),
     ("ep", "", signal.SIGINT), ("segment", "", signal.SIGTERM)), ids=str)
 def test_a_run_stopped_by_a_signal_is_the_run_that_was_never_stopped(
@@ -2666,14 +2676,15 @@ def test_a_run_goes_on_with_another_number_of_images_or_folder_and_says_so(
     assert "goes on" not in capsys.readouterr().out
 
 
-def test_the_log_of_a_killed_run_goes_on_where_its_checkpoint_does(stage, tmp_path):
-    argv = stage("pretrain", "--epochs 20 --save-minutes 0")
-    train([*argv, "--max-steps", "30"])
+def test_the_log_of_a_killed_run_goes_on_where_its_checkpoint_does(stage, monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "LOG_EVERY", 2)
+    argv = stage("pretrain", "--save-minutes 0")
+    train([*argv, "--max-steps", "3"])
     log = tmp_path / "run" / "log.jsonl"
     lines = log.read_text()
-    log.write_text(lines + '{"step": 40}\n{"step": 60}\n{"st')      # killed while it wrote
+    log.write_text(lines + '{"step": 4}\n{"step": 6}\n{"st')      # killed while it wrote
     _, resumed = train(argv)
-    assert [line["step"] for line in resumed] == [20, 30, 40, 60, 80]
+    assert [line["step"] for line in resumed] == [2, 3, 4, 6, 8]
     assert log.read_text().startswith(lines)
 
 
@@ -2766,28 +2777,37 @@ def test_a_second_run_in_the_same_folder_says_so_and_leaves(stage, tmp_path, cap
 
 def test_numbers_that_stay_wrong_stop_the_run_and_reach_no_checkpoint(stage, monkeypatch, capsys,
                                                                        tmp_path):
-    argv = stage("pretrain", "--epochs 20")
-    good, _ = train([*argv, "--max-steps", "15"])
+    assert run.PATIENCE == run.LOG_EVERY == 20
+    monkeypatch.setattr(run, "PATIENCE", 5)
+    monkeypatch.setattr(run, "LOG_EVERY", 5)
+    argv = stage("pretrain", "--epochs 5")
+    good, _ = train([*argv, "--max-steps", "3"])
     last = tmp_path / "run" / "last.pt"
     with monkeypatch.context() as patch:
         patch.setattr(losses, "token_loss", lambda pred, target: (pred * math.nan).mean(-1))
         error = refusal(capsys, "pretrain", *argv)
-    said = f"step 40: 25 updates in a row had no finite gradient; {last} holds step 15. To"
-    assert error.startswith(said) and run.PATIENCE == 20
+    said = f"step 10: 7 updates in a row had no finite gradient; {last} holds step 3. To"
+    assert error.startswith(said)
     assert_same_bits(good, checkpoint.load_checkpoint(last))
-    assert train([*argv, "--max-steps", "17", "--amp", "bf16"])[0]["step"] == 17
+    assert train([*argv, "--max-steps", "4", "--amp", "bf16"])[0]["step"] == 4
 
 
-def test_fewer_wrong_numbers_are_left_out_and_counted(stage, monkeypatch):
+def spoil_steps(monkeypatch, *wrong):
+    """Makes the loss of some steps a NaN, and a run stop after five of them in a row."""
     steps = itertools.count()
 
     def token_loss(*args, loss=losses.token_loss):
-        wrong = next(steps) in [*range(5, 24), *range(40, 80, 2)]
-        return loss(*args) * (math.nan if wrong else 1.0)
+        return loss(*args) * (math.nan if next(steps) in wrong else 1.0)
     monkeypatch.setattr(losses, "token_loss", token_loss)
-    state, log = train(stage("pretrain", "--epochs 20"))
-    assert state["step"] == 80 and run.finite(state)
-    assert [line["skipped"] for line in log] == [15, 4, 10, 10]
+    monkeypatch.setattr(run, "PATIENCE", 5)
+
+
+def test_fewer_wrong_numbers_are_left_out_and_counted(stage, monkeypatch):
+    monkeypatch.setattr(run, "LOG_EVERY", 5)
+    spoil_steps(monkeypatch, *range(2, 6), *range(10, 20, 2))
+    state, log = train(stage("pretrain", "--epochs 5"))
+    assert state["step"] == 20 and run.finite(state)
+    assert [line["skipped"] for line in log] == [3, 1, 3, 2]
 
 
 def test_a_nan_in_the_optimizers_state_alone_is_not_saved(stage, capsys, monkeypatch, tmp_path):
@@ -2804,15 +2824,11 @@ def test_a_nan_in_the_optimizers_state_alone_is_not_saved(stage, capsys, monkeyp
 
 
 def test_skipped_updates_count_in_a_row_alone(stage, monkeypatch):
-    """Log lines are after steps 12, 20, 24, 36, ...: 12 are skipped, 8 are not, 16 are skipped."""
-    steps = itertools.count()
-
-    def token_loss(*args, loss=losses.token_loss):
-        wrong = next(steps) in [*range(12), *range(20, 36)]
-        return loss(*args) * (math.nan if wrong else 1.0)
-    monkeypatch.setattr(losses, "token_loss", token_loss)
-    _, log = train(stage("pretrain", "--epochs 12 --save-every 3"))
-    assert [line["skipped"] for line in log] == [12, 0, 4, 12, 0, 0]
+    """Log lines are after steps 4, 6, 8 and 12: four are skipped, two are not, two are skipped."""
+    monkeypatch.setattr(run, "LOG_EVERY", 6)
+    spoil_steps(monkeypatch, 0, 1, 2, 3, 6, 7)
+    _, log = train(stage("pretrain", "--epochs 3 --save-every 1"))
+    assert [line["skipped"] for line in log] == [4, 0, 2, 0]
 
 
 @pytest.mark.parametrize("name", ("pretrain", "finetune", "segment"))
@@ -2871,11 +2887,10 @@ def test_the_log_says_what_share_of_the_time_went_into_waiting_for_the_loader(st
 
 
 def test_training_on_the_first_batch_alone_lowers_the_loss_and_logs_the_diagnostics(stage):
-    _, log = train(stage("pretrain", "--repeat-batch --epochs 20 --lr 2e-3 --drop-path 0"))
+    _, log = train(stage("pretrain", "--repeat-batch --epochs 10 --lr 4e-3 --drop-path 0"))
     first, last = log[0], log[-1]
     assert last["token"] < 0.7 * first["token"] and last["cls"] < first["cls"]
-    assert [(line["step"], line["epoch"]) for line in log] == [(20, 5), (40, 10), (60, 15),
-                                                               (80, 20)]
+    assert [(line["step"], line["epoch"]) for line in log] == [(20, 5), (40, 10)]
     total = last["token"] + 0.4 * last["cls"] + last["entropy_loss"]
     assert last["loss"] == pytest.approx(total, rel=1e-3)
     assert last.keys() >= {"token_unweighted", "token_ratio"}
@@ -3024,9 +3039,7 @@ def test_every_block_is_compiled_in_few_graphs_that_serve_all_steps(stage, monke
     ("--warmup-epochs 300", "--warmup-epochs 300 leaves nothing of --epochs 2"),
     ("--teacher ViT-B-32/", "teacher ViT-B-32/: neither a file nor an open_clip MODEL/PRETRAINED"),
     ("--teacher ViT-Z-99/openai", "teacher ViT-Z-99/openai: "),
-    ("--teacher RN50/random", "RN50 is not one of open_clip's own vision transformers"),
     ("--teacher timm/vit_tiny_patch16_224/x.pth", "teacher timm/vit_tiny_patch16_224/x.pth: "),
-    ("--teacher timm/resnet18/random", "teacher timm/resnet18/random: "),
     ("--teacher README.md", "README.md: not a PyTorch file of plain tensors"),
     ("--data README.md", "--data README.md: "), ("--data nowhere", "--data nowhere: ")))
 def test_bad_flags_are_refused_by_name(capsys, stage, tmp_path, monkeypatch, flags, expected):
@@ -3470,6 +3483,12 @@ def write_student(tmp_path, request):
     return write
 
 
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Pictures take longer than the numbers."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+
 def show(*argv):
     """Runs routing.py on five drawn images -> its numbers, a dict for each checkpoint"""
     flags = "--data shapes --images 5 --seed 3".split()
@@ -3478,16 +3497,12 @@ def show(*argv):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """{file name: the last figure that was saved there}, of matplotlib"""
+    """{file name: the last figure that was to be saved there}, of matplotlib"""
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
     figures = {}
-    save = Figure.savefig
-
-    def savefig(figure, path, **how):
-        figures[Path(path).name] = figure
-        save(figure, path, **how)
-    monkeypatch.setattr(Figure, "savefig", savefig)
+    monkeypatch.setattr(Figure, "savefig",
+                        lambda figure, path, **how: figures.update({Path(path).name: figure}))
     return figures
 
 
@@ -3499,6 +3514,7 @@ def tiles(figure, columns):
              for row in grid], [row[0].images[-1].get_clim() for row in grid[1:]])
 
 
+@pytest.mark.usefixtures("no_pictures")
 @torch.no_grad()
 def test_routing_json_equals_numpy_on_the_same_weights(write_student, tmp_path, monkeypatch):
     path = write_student("one")
@@ -3567,6 +3583,7 @@ def spy_results(monkeypatch, owner, name):
     return results
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("block", (None, 1))
 def test_the_block_that_is_shown_is_the_last_one_that_weights_the_loss(write_student, block):
     """The loss router, unless the run had loss blocks or --block names another one."""
@@ -3596,6 +3613,7 @@ def test_heatmaps_show_each_experts_weights_over_each_image(write_student, drawn
     assert [axis.get_ylabel() for axis in picture[5:15:5]] == ["expert 0", "expert 1"]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_two_checkpoints_stand_side_by_side(write_student, tmp_path, capsys):
     argv = [write_student("coupled"), write_student("detached", teacher="nowhere.pt")]
     coupled, detached = show(*argv, "--out", str(tmp_path / "both"))
@@ -3609,6 +3627,7 @@ def test_two_checkpoints_stand_side_by_side(write_student, tmp_path, capsys):
     assert coupled.keys() - detached.keys() == {"correlation"}
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_only_the_teacher_of_the_training_gives_a_correlation(write_student, tmp_path, capsys):
     path = write_student("one")
     teacher = tmp_path / "teacher.pt"
@@ -3663,6 +3682,7 @@ def test_more_than_two_checkpoints_have_a_row_of_expert_0_each_in_the_order_give
                       for epoch, numbers in zip((2, 0, 1), models)]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_one_checkpoint_at_a_time_is_in_memory(epochs, monkeypatch):
     alive = []
     load_student = routing.load_student
@@ -3689,9 +3709,16 @@ def test_titles_name_the_epoch_and_the_folder_where_it_tells_files_apart():
         "a/epoch 300", "b/epoch 300"]
 
 
-def test_without_matplotlib_one_line_says_so(write_student, capsys, monkeypatch):
+def test_routing_writes_three_pictures_and_without_matplotlib_one_line(
+        write_student, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    path = write_student("one")
+    show(path)
+    for name in ("heatmaps", "blocks", "correlation"):
+        assert min(Image.open(tmp_path / "one" / f"{name}.png").size) > 200
+    assert "pip install" not in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    show(write_student("one"))
+    show(path)
     assert "pictures need matplotlib: pip install matplotlib" in capsys.readouterr().out
 
 
