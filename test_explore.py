@@ -10,6 +10,7 @@ import colorsys
 import contextlib
 import errno
 import functools
+import gc
 import importlib.util
 import itertools
 import json
@@ -70,6 +71,7 @@ for number in common.STOP_SIGNALS:        # nohup and a script's background jobs
         handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, handler)
 torch.set_num_threads(1)
+gc.freeze()      # what the imports made is never garbage, so the collector need not look at it
 HERE = Path(__file__).parent
 README = (HERE / "README.md").read_text("utf-8")
 SCRIPTS = {"pretrain": pretrain, "finetune": finetune, "linear": linprobe, "ep": linprobe,
@@ -149,13 +151,18 @@ def teacher(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("teacher") / "teacher.pt", depth=1)
 
 
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory):
+    torch.manual_seed(2)
+    return write_checkpoint(tmp_path_factory.mktemp("encoder") / "e2.pt", experts=2)
+
+
 @pytest.fixture
-def stage(photos, scenes, teacher, tmp_path):
+def stage(photos, scenes, teacher, encoder, tmp_path):
     """stage(name, "--flags of one string", *words, out="run") -> a run's command line.
 
     It has eight steps, four an epoch.
     """
-    encoder = write_checkpoint(tmp_path / "e2.pt", experts=2)
     epochs = ["--epochs", "2", "--warmup-epochs", "1", "--batch-size", "8", "--data", photos]
     iterations = ("--iterations 8 --warmup-iterations 1 --batch-size 4 --save-every 4 "
                   "--classes 11 --crop-size 32 --width 8").split()
@@ -187,7 +194,8 @@ def train(argv):
 
 def read_run(folder):
     lines = Path(folder, "log.jsonl").read_text().splitlines()
-    return checkpoint.load_checkpoint(Path(folder, "last.pt")), list(map(json.loads, lines))
+    last = torch.load(Path(folder, "last.pt"), weights_only=False)      # the faster way
+    return last, list(map(json.loads, lines))
 
 
 def spy(monkeypatch, owner, name):
@@ -198,11 +206,11 @@ def spy(monkeypatch, owner, name):
 
 
 # To import PyTorch and timm takes seconds. This Python does it once, and forks itself for each
-# program that a test starts.
+# program that a test starts. It reads what to start, or what to wait for, and prints a number.
 WARM = """
 import gc, json, os, runpy, sys
 import timm.data, torch, torchvision.transforms.v2, tqdm
-gc.freeze()      # the collector would touch, and so copy, all of it in each process
+gc.freeze()      # the collector would touch, and so copy, all of that in each process
 for line in sys.stdin:
     job = json.loads(line)
     if "wait" in job:
@@ -210,8 +218,9 @@ for line in sys.stdin:
         continue
     files = [os.open(name, os.O_WRONLY | os.O_CREAT) for name in job["files"]]
     if pid := os.fork():
-        list(map(os.close, files))
         print(pid, flush=True)
+        for file in files:
+            os.close(file)
         continue
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -243,7 +252,7 @@ def start(script, *argv, folder=HERE, **variables):
     """Starts `python SCRIPT ARGV` in a session of its own."""
     files = tempfile.TemporaryDirectory()
     names = [f"{files.name}/{name}" for name in ("out", "error", "living")]
-    os.mkfifo(names[2])      # the program and its children hold one end
+    os.mkfifo(names[2])      # the program and its children hold one end as long as they live
     living = os.open(names[2], os.O_RDONLY | os.O_NONBLOCK)
     pid = ask(files=names, argv=[str(Path(folder, script)), *map(str, argv)], folder=str(folder),
               environment=os.environ | variables)
@@ -253,8 +262,8 @@ def start(script, *argv, folder=HERE, **variables):
 def finish(program):
     """Waits for a program and its children -> (exit code, standard output, standard error)"""
     ended, _, _ = select.select([program.living], [], [], 300)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(program.pid, 0 if ended else signal.SIGKILL)
+    if not ended:
+        os.killpg(program.pid, signal.SIGKILL)
     os.close(program.living)
     with program.files as folder:
         code = ask(wait=program.pid)
@@ -956,11 +965,11 @@ def timm_vit(**kwargs):
     (None, lambda state: {"model": state, "args": argparse.Namespace(lr=1)}, True),
     (None, lambda state: {"state_dict": {f"module.{k}": v for k, v in state.items()}}, True)))
 def test_plain_vit_state_dicts_load(tmp_path, scale, wrap, zipped):
-    theirs = timm_vit(img_size=48, depth=3, num_classes=5, init_values=scale)
+    theirs = timm_vit(img_size=80, depth=2, num_classes=7, init_values=scale)
     state = wrap({**theirs.state_dict(), "decoder_pos_embed": torch.zeros(1)})
     torch.save(state, tmp_path / "timm.pt", _use_new_zipfile_serialization=zipped)
     encoder = checkpoint.load_encoder(tmp_path / "timm.pt").eval()
-    images = torch.rand(1, 3, 48, 48)
+    images = torch.rand(1, 3, 80, 80)
     assert torch.allclose(encoder(images)[0], theirs.forward_features(images), atol=1e-4)
 
 
@@ -1009,12 +1018,12 @@ def other_normalization(request, tmp_path):
     request.addfinalizer(functools.partial(torch.set_default_dtype, torch.get_default_dtype()))
     torch.set_default_dtype(torch.float64)
     theirs = timm.create_model("vit_tiny_patch16_224", pretrained_cfg_overlay=request.param,
-                               img_size=48, depth=2).eval()
+                               img_size=80, depth=2).eval()
     config = timm.data.resolve_model_data_config(theirs)
     path = str(tmp_path / "timm.pt")
     torch.save({"model": theirs.state_dict(), "heads": 3, "mean": config["mean"],
                 "std": config["std"]}, path)
-    images = rand(2, 3, 48, 48)
+    images = rand(1, 3, 80, 80)
     with torch.no_grad():
         features = theirs.forward_features(TF.normalize(images, config["mean"], config["std"]))
     return path, images, features
@@ -1293,7 +1302,7 @@ def test_every_kind_of_teacher_works_in_every_precision(small_clips, tmp_path, k
 
 def test_weights_for_another_normalization_teach_what_timm_makes_of_it(other_normalization):
     path, images, expected = other_normalization
-    assert torch.allclose(build_teacher(path, grid=3)(images), expected, rtol=0, atol=1e-10)
+    assert torch.allclose(build_teacher(path, grid=5)(images), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name, prefix, has_cls", (
@@ -1302,7 +1311,7 @@ def test_weights_for_another_normalization_teach_what_timm_makes_of_it(other_nor
     ("vit_base_patch16_clip_224", 1, True), ("vit_medium_patch16_reg4_gap_256", 4, False)))
 def test_timms_teachers_are_its_own_forward_without_registers(name, prefix, has_cls, monkeypatch):
     import timm
-    monkeypatch.setattr(timm, "create_model", functools.partial(timm.create_model, depth=2))
+    monkeypatch.setattr(timm, "create_model", functools.partial(timm.create_model, depth=3))
     torch.manual_seed(0)
     theirs = timm.create_model(name, num_classes=0).eval()
     side = 4 * theirs.patch_embed.patch_size[0]
@@ -2276,9 +2285,9 @@ def test_lambda_is_the_losses_std_by_the_variation_whatever_the_micro_batch(stag
     monkeypatch.setattr(pretrain, "build_student", small_decoder)
     monkeypatch.setattr(run, "LOG_EVERY", 1)
     found = []
-    for micro_batch in (4, 16):
+    for micro_batch in (4, 12):
         words = (f"--variation 0.5 --drop-path 0 --lr 1e-5 --epochs 9 --max-steps 5 --batch-size "
-                 f"16 --micro-batch {micro_batch} {flags}")
+                 f"12 --micro-batch {micro_batch} {flags}")
         _, log = train(stage("pretrain", words, out=f"run{micro_batch}"))
         for line in log:
             for value, name in zip(line["lambda"], names):
@@ -2561,7 +2570,7 @@ def test_two_processes_leave_together_when_one_gets_the_signal_and_one_resumes(s
     fault = "step == 3 and rank == '1' and os.kill(os.getpid(), signal.SIGTERM)"
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     out = subprocess.run([sys.executable, *command, driver(tmp_path, fault, GROUP), *argv],
-                         check=True, stdout=subprocess.PIPE, text=True).stdout
+                         check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
     assert "SIGTERM: " in out and "last.pt holds step 3;" in out
     assert re.findall("group (.*)", out) == ["False", "False"]      # NCCL warns of one left behind
     parts, _ = train(argv)                     # another number of processes: the same curve
@@ -2642,19 +2651,19 @@ def test_the_scaler_goes_on_but_not_that_of_another_precision(stage, tmp_path, g
 
 @pytest.mark.parametrize("name, title", (("pretrain", "--teacher"), ("linear", "CHECKPOINT")))
 def test_a_run_notices_other_contents_and_classes_in_the_same_place(
-        stage, photos, tmp_path, capsys, name, title):
+        stage, photos, encoder, tmp_path, capsys, name, title):
     copy = shutil.copytree(photos, tmp_path / "copy")      # the same files in another place
-    encoder = tmp_path / "e2.pt"
+    first = shutil.copy(encoder, tmp_path / "first.pt")
     moved = shutil.copy(encoder, tmp_path / "moved.pt")
 
     def command(file, folder, *flags):
         argv = stage(name, f"--data {folder}", *flags)
         return [*argv, "--teacher", str(file)] if name == "pretrain" else [str(file), *argv[1:]]
-    play(name, command(encoder, photos, "--max-steps", "1"))
+    play(name, command(first, photos, "--max-steps", "1"))
     assert play(name, command(moved, copy, "--max-steps", "2"))[1]["step"] == 2
-    write_checkpoint(encoder, experts=2)
-    error = refusal(capsys, name, *command(encoder, photos))
-    assert f"({title} was {moved}, is {encoder}, with other contents)" in error
+    write_checkpoint(first, experts=2)
+    error = refusal(capsys, name, *command(first, photos))
+    assert f"({title} was {moved}, is {first}, with other contents)" in error
     write_checkpoint(moved, experts=2)
     error = refusal(capsys, name, *command(moved, photos))
     assert f"({title} was {moved}, is {moved}, with other contents)" in error
@@ -3717,10 +3726,10 @@ def test_routing_writes_three_pictures_and_without_matplotlib_one_line(
         write_student, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     path = write_student("one")
-    show(path)
+    show(path, write_student("another", teacher="nowhere.pt"))
     for name in ("heatmaps", "blocks", "correlation"):
         assert min(Image.open(tmp_path / "one" / f"{name}.png").size) > 200
-    assert "pip install" not in capsys.readouterr().out
+    assert "matplotlib" not in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     show(path)
     assert "pictures need matplotlib: pip install matplotlib" in capsys.readouterr().out
@@ -4036,7 +4045,7 @@ exit ${code:-0}""")
 @needs_loopback
 def test_the_cluster_script_requeues_after_a_signal_to_any_process(submit, stage, tmp_path):
     program = driver(tmp_path, "step == 3 and rank == '1' and os.kill(os.getpid(), signal.SIGUSR1)")
-    python = f'[ $1 = pretrain.py ]; shift; exec {sys.executable} {program} "$@"'
+    python = f'[ $1 = pretrain.py ]; shift; exec {shlex.join([sys.executable, str(program)])} "$@"'
     assert submit(python, *stage("pretrain", out="two words"), tasks=2) == 0
     assert (tmp_path / "requeued").read_text() == f"requeue {os.getpid()}\n"
     assert checkpoint.load_checkpoint(tmp_path / "two words" / "last.pt")["step"] == 3
