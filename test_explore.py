@@ -270,6 +270,18 @@ def finish(program):
         return code, *(Path(folder, name).read_text("utf-8") for name in ("out", "error"))
 
 
+def run_command(*argv, **kwargs):
+    """Runs a command in a session of its own -> (exit code, standard output)"""
+    process = subprocess.Popen(argv, text=True, stdout=subprocess.PIPE, start_new_session=True,
+                               **kwargs)
+    try:
+        out, _ = process.communicate(timeout=300)
+    finally:
+        with contextlib.suppress(ProcessLookupError):      # if nothing of it is left
+            os.killpg(process.pid, signal.SIGTERM)
+    return process.returncode, out
+
+
 def loopback():
     """Whether processes of this machine can reach each other, as torchrun's have to."""
     with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as server:
@@ -2568,10 +2580,9 @@ def test_two_processes_leave_together_when_one_gets_the_signal_and_one_resumes(s
     argv = stage("pretrain", "--drop-path 0")
     whole, _ = train(stage("pretrain", "--drop-path 0", out="whole"))
     fault = "step == 3 and rank == '1' and os.kill(os.getpid(), signal.SIGTERM)"
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    out = subprocess.run([sys.executable, *command, driver(tmp_path, fault, GROUP), *argv],
-                         check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
-    assert "SIGTERM: " in out and "last.pt holds step 3;" in out
+    torchrun = sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2".split()
+    code, out = run_command(*torchrun, driver(tmp_path, fault, GROUP), *argv)
+    assert code == 0 and "SIGTERM: " in out and "last.pt holds step 3;" in out
     assert re.findall("group (.*)", out) == ["False", "False"]      # NCCL warns of one left behind
     parts, _ = train(argv)                     # another number of processes: the same curve
     assert parts["step"] == 8
@@ -4016,9 +4027,12 @@ def test_an_objective_is_added_as_contributing_says(ids_keep):
     assert {"mine_unweighted", "mine_ratio", "mine_std"} <= set(metrics)
 
 
+JOB = str(7_000_000 + os.getpid())      # Slurm's number, from which slurm.sh makes a port
+
+
 @pytest.fixture
 def submit(tmp_path):
-    """submit(python, *argv, tasks=1) -> the exit code of slurm.sh
+    """submit(python, *argv, tasks=1) -> (exit code, standard output) of slurm.sh
 
     `python` is a shell script in Python's place, and Slurm's programs have stand-ins, too:
     `requeued` in tmp_path is what scontrol does.
@@ -4032,13 +4046,12 @@ while [[ $1 == --* ]]; do shift; done
 for ((i = 0; i < SLURM_NTASKS; i++)); do SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & jobs+=($!); done
 for job in ${jobs[@]}; do wait $job || code=$?; done
 exit ${code:-0}""")
-    environment |= dict(SLURM_JOB_ID=str(os.getpid()), SLURM_CPUS_PER_TASK="1",
-                        SLURM_JOB_NODELIST="n")
+    environment |= dict(SLURM_JOB_ID=JOB, SLURM_CPUS_PER_TASK="1", SLURM_JOB_NODELIST="n")
 
     def run_script(python, *argv, tasks=1):
         stand_in(programs, "python", python)
-        return subprocess.run(["bash", HERE / "slurm.sh", *argv], cwd=HERE, timeout=300,
-                              env=environment | {"SLURM_NTASKS": str(tasks)}).returncode
+        variables = environment | {"SLURM_NTASKS": str(tasks)}
+        return run_command("bash", HERE / "slurm.sh", *argv, cwd=HERE, env=variables)
     return run_script
 
 
@@ -4046,25 +4059,26 @@ exit ${code:-0}""")
 def test_the_cluster_script_requeues_after_a_signal_to_any_process(submit, stage, tmp_path):
     program = driver(tmp_path, "step == 3 and rank == '1' and os.kill(os.getpid(), signal.SIGUSR1)")
     python = f'[ $1 = pretrain.py ]; shift; exec {shlex.join([sys.executable, str(program)])} "$@"'
-    assert submit(python, *stage("pretrain", out="two words"), tasks=2) == 0
-    assert (tmp_path / "requeued").read_text() == f"requeue {os.getpid()}\n"
+    code, _ = submit(python, *stage("pretrain", out="two words"), tasks=2)
+    assert code == 0 and (tmp_path / "requeued").read_text() == f"requeue {JOB}\n"
     assert checkpoint.load_checkpoint(tmp_path / "two words" / "last.pt")["step"] == 3
 
 
 def test_the_cluster_script_does_not_requeue_after_an_error_or_the_end(
         submit, stage, tmp_path, capsys):
-    assert submit("echo SIGUSR1: ; [ $RANK = 0 ] || exit 2", tasks=2) == 2
+    code, _ = submit("echo SIGUSR1: ; [ $RANK = 0 ] || exit 2", tasks=2)
+    assert code == 2
     for flags in ("--max-steps 3", ""):      # what pretraining prints there
         train(stage("pretrain", flags))
-        (tmp_path / "printed").write_text(capsys.readouterr().out)
-        assert submit(f"cat {tmp_path}/printed") == 0
+        printed = capsys.readouterr().out
+        (tmp_path / "printed").write_text(printed, "utf-8")
+        assert submit(f"cat {tmp_path}/printed") == (0, printed)
     assert not (tmp_path / "requeued").exists()
 
 
-def test_the_cluster_script_gives_each_task_its_rank_and_all_arguments(submit, tmp_path):
-    python = ('echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR:$MASTER_PORT" "$#" "$@" '
-              f">> {tmp_path}/started")
-    assert submit(python, "--out", "two words", tasks=3) == 0
-    port = 20000 + os.getpid() % 10000
-    assert sorted((tmp_path / "started").read_text().splitlines()) == [
+def test_the_cluster_script_gives_each_task_its_rank_and_all_arguments(submit):
+    python = 'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR:$MASTER_PORT" "$#" "$@"'
+    code, out = submit(python, "--out", "two words", tasks=3)
+    port = 20000 + int(JOB) % 10000
+    assert code == 0 and sorted(out.splitlines()) == [
         f"{rank} {rank} 3 127.0.0.1:{port} 3 pretrain.py --out two words" for rank in range(3)]
