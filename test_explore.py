@@ -2097,7 +2097,8 @@ def fake_gpu(monkeypatch):
             (nn.init, "trunc_normal_", lambda x, **kwargs: x),      # looks at values
             (common, "optimizer_step", optimizer_step), (run.Run, "end_step", end_step),
             (run.Run, "save", lambda *args: None),
-            (common.Process, "largest", lambda machine, *values: values)):
+            (common.Process, "first_alone", lambda process, function, *args: function(*args)),
+            (common.Process, "largest", lambda process, *values: values)):
         monkeypatch.setattr(owner, name, changed)
     at_step(monkeypatch, 0, lambda: setattr(gpu, "step", True))
 
