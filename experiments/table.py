@@ -26,7 +26,6 @@ FLAT = {"set": "cifar10", "plant": "flat", "encoding": "sparse", "model": "vit_n
 RANDOM = FLAT | {"plant": "random"}
 NONE = NOISE | {"plant": "none"}
 CIFAR_NONE = FLAT | {"plant": "none"}
-TINY = NOISE | {"model": "vit_tiny"}
 DENSE = NONE | {"encoding": "dense"}
 
 
@@ -132,11 +131,15 @@ def table(lines: list[dict], columns: list[tuple], rows: list[str] | None = None
 
 
 def share(found: Rows, row: str) -> str:
-    return cell(found.shares(row), 2)
+    ends = dict(zip(floor_and_ceiling(row), ("0 (floor)", "1 (ceiling)")))
+    return ends.get(row) or cell(found.shares(row), 2)
 
 
 def gain(field: str, digits: int, relative: bool = False):
-    return lambda found, row: cell(found.gains(row, field, relative), digits, "+")
+    def text(found: Rows, row: str) -> str:
+        floor, _ = floor_and_ceiling(row)
+        return "floor" if row == floor else cell(found.gains(row, field, relative), digits, "+")
+    return text
 
 
 def mean(field: str, digits: int):
@@ -147,52 +150,55 @@ def seeds(found: Rows, row: str) -> str:
     return str(len(found.rows[row]))
 
 
+MAIN = ["oracle", "softmin-V1", "routed-V0.3", "routed-V1", "routed-L5", "detached-V1",
+        "none_oracle", "none_softmin-V1", "router-V0.3", "router-V1"]
+MENDS = ["routed-V1", "routed-V1-rate20", "routed-V1-rate100", "routed-V1-start5",
+         "routed-V1-cut0.5", "routed-V1-block1", "routed-V1-times", "router-V1",
+         "router-V1-rate20"]
+
+
 def tables(lines: list[dict]) -> dict[str, str]:
     def at(case: dict, epochs: int) -> dict:
         return case | {"epochs": epochs}
+    planted = [("noise, 8 epochs", at(NOISE, 8)), ("noise, 24 epochs", at(NOISE, 24)),
+               ("CIFAR-10 flat, 8", at(FLAT, 8)), ("CIFAR-10 random, 8", at(RANDOM, 8))]
+    kinds = ("object", "other", "noise")
     return {
         "lambda": table(lines, [("recovered share, 8 epochs", at(NOISE, 8), share),
                                 ("lambda at the end", at(NOISE, 8), mean("lambda", 3)),
                                 ("variation of the weights", at(NOISE, 8), mean("cv", 2))],
                         selection=True),
-        "share": table(lines, [
-            ("noise, 8 epochs", at(NOISE, 8), share), ("noise, 24", at(NOISE, 24), share),
-            ("noise, 72", at(NOISE, 72), share), ("flat, 8", at(FLAT, 8), share),
-            ("flat, 24", at(FLAT, 24), share), ("random, 8", at(RANDOM, 8), share),
-            ("random, 24", at(RANDOM, 24), share), ("ViT-tiny, noise, 8", at(TINY, 8), share)]),
-        "loss": table(lines, [
-            (f"{title}, {epochs}", at(case, epochs), mean("loss_learned", 4))
-            for title, case, lengths in (("noise", NOISE, (8, 24, 72)), ("flat", FLAT, (8, 24)),
-                                         ("random", RANDOM, (8, 24)))
-            for epochs in lengths], ["unweighted", "oracle", "none", "none_oracle"]),
+        "share": table(lines, [("seeds", at(NOISE, 8), seeds),
+                               *((title, case, share) for title, case in planted)], MAIN),
+        "loss": table(lines, [(title, case, mean("loss_learned", 4)) for title, case in planted],
+                      ["unweighted", "oracle", "none", "none_oracle"]),
+        "kinds": table(lines, [
+            (f"{kind}, {epochs} epochs (%)", at(NOISE, epochs),
+             gain(f"loss_{kind}", 1, relative=True))
+            for epochs in (8, 24) for kind in ("object", "other")], MAIN),
         "weights": table(lines, [
             ("ROC area", at(NOISE, 24), mean("auc", 2)),
-            ("planted", at(NOISE, 24), mean("weight_planted", 2)),
-            ("object", at(NOISE, 24), mean("weight_object", 2)),
-            ("other", at(NOISE, 24), mean("weight_other", 2)),
-            ("loss, object", at(NOISE, 24), mean("loss_object", 4)),
-            ("loss, other", at(NOISE, 24), mean("loss_other", 4))]),
+            *((kind, at(NOISE, 24), mean(f"weight_{kind}", 2))
+              for kind in ("planted", "object", "other"))], MAIN),
+        "mends": table(lines, [("seeds", at(NOISE, 8), seeds),
+                               ("recovered share, 8 epochs", at(NOISE, 8), share),
+                               ("24 epochs", at(NOISE, 24), share)], MENDS),
         "features": table(lines, [
-            ("k-NN, noise, 24", at(NOISE, 24), gain("knn_mean", 1)),
-            ("probe, noise, 24", at(NOISE, 24), gain("probe_mean", 1)),
-            ("k-NN, flat, 24", at(FLAT, 24), gain("knn_mean", 1)),
-            ("probe, flat, 24", at(FLAT, 24), gain("probe_mean", 1)),
-            ("k-NN, random, 24", at(RANDOM, 24), gain("knn_mean", 1)),
-            ("probe, random, 24", at(RANDOM, 24), gain("probe_mean", 1))]),
+            (f"{measure}, {title}", case, gain(field, 1)) for title, case in planted
+            for measure, field in (("k-NN", "knn_mean"), ("probe", "probe_mean"))], MAIN),
         "none": table(lines, [
-            (f"{title}, {epochs}", at(case, epochs), value)
-            for case, lengths in ((NONE, (8, 24)), (CIFAR_NONE, (24,))) for epochs in lengths
-            for title, value in (
-                (f"loss of {case['set']} (%)", gain("loss_learned", 1, relative=True)),
-                ("k-NN", gain("knn_mean", 1)), ("probe", gain("probe_mean", 1)))]),
+            (f"{title}, {case['set']}", at(case, 8), value)
+            for case in (NONE, CIFAR_NONE) for title, value in (
+                ("loss (%)", gain("loss_learned", 1, relative=True)),
+                ("k-NN", gain("knn_mean", 1)), ("probe", gain("probe_mean", 1)))],
+            ["softmin-V0.3", "softmin-V1", "routed-V1", "none_softmin-V1"]),
         "masked": table(lines, [
-            ("loss (%)", at(DENSE, 24), gain("loss_learned", 1, relative=True)),
-            *((f"explained, {kind}", at(DENSE, 24), mean(f"explained_{kind}", 2))
-              for kind in ("object", "other", "noise")),
-            *((f"weight, {kind}", at(DENSE, 24), mean(f"weight_{kind}", 2))
-              for kind in ("object", "other", "noise")),
-            ("k-NN", at(DENSE, 24), gain("knn_mean", 1)),
-            ("probe", at(DENSE, 24), gain("probe_mean", 1))]),
+            ("loss (%)", at(DENSE, 8), gain("loss_learned", 1, relative=True)),
+            *((f"explained, {kind}", at(DENSE, 8), mean(f"explained_{kind}", 2))
+              for kind in kinds),
+            *((f"weight, {kind}", at(DENSE, 8), mean(f"weight_{kind}", 2)) for kind in kinds),
+            ("k-NN", at(DENSE, 8), gain("knn_mean", 1)),
+            ("probe", at(DENSE, 8), gain("probe_mean", 1))]),
     }
 
 
@@ -205,7 +211,7 @@ def fill(text: str, name: str, content: str) -> str:
 def count_comparisons(lines: list[dict]) -> tuple[int, int]:
     """How many cells compare a row with its floor, and how many of these differ from zero."""
     text = "\n".join(content for name, content in tables(lines).items()
-                     if name in ("share", "features", "none", "masked"))
+                     if name in ("share", "kinds", "mends", "features", "none"))
     compared = re.findall(r"[-+]?[\d.]+ ± [\d.]+(, cannot tell)?", text)
     return len(compared), compared.count("")
 
@@ -222,9 +228,9 @@ def draw(lines: list[dict], path: Path):
     labels = {"oracle": "oracle", "softmin-V1": "softmin", "routed-V1": "routed, 2 experts",
               "router-V1": "loss router"}
     cases = [(f"{title}\n{epochs} epochs", case | {"epochs": epochs})
-             for title, case, lengths in (("noise planted", NOISE, (8, 24, 72)),
-                                          ("CIFAR-10, flat", FLAT, (8, 24)),
-                                          ("CIFAR-10, random", RANDOM, (8, 24)))
+             for title, case, lengths in (("noise planted", NOISE, (8, 24)),
+                                          ("CIFAR-10, flat", FLAT, (8,)),
+                                          ("CIFAR-10, random", RANDOM, (8,)))
              for epochs in lengths]
     for i, name in enumerate(names):
         bars = [Rows(lines, case).shares(name) for _, case in cases]
@@ -235,7 +241,8 @@ def draw(lines: list[dict], path: Path):
     left.set(ylabel="recovered share of what can be gained",
              title="0: unweighted, 1: planted patches weigh nothing")
     left.set_xticks(range(len(cases)), [title for title, _ in cases], fontsize=8)
-    left.legend(fontsize=8)
+    left.set_ylim(-0.3, 1.35)
+    left.legend(fontsize=8, ncols=4, loc="upper center")
     found = Rows(lines, NOISE | {"epochs": 24}).rows
     for color, name in enumerate(names[1:3], start=1):
         line = found[name][min(found[name])]
