@@ -14,7 +14,7 @@ class Shapes:
     `shapes[index]` is (uint8 [3, size, size], label), `mask(index)` is bool [size, size] and True
     on the object, and `annotation(index)` is uint8 [size, size], 1 on the background and 2 to 11
     on the object, by its class. With `noise`, a line through the middle, in a random direction,
-    halves the background: one half is noise of full contrast, which nothing can predict.
+    halves the background: one half is noise of full contrast.
     """
     hues = {"red": 0.0, "yellow": 0.15, "green": 0.35, "blue": 0.6, "purple": 0.8}
     classes = [f"{texture} {hue}" for hue in hues for texture in ("striped", "spotted")]
