@@ -2,8 +2,8 @@
 
 Needs nothing but torch. w is fixed, or follows one of the paper's baselines, GradNorm and RLW.
 lambda is fixed, or follows the spread of the losses. All have three methods of the same names:
-`forward` gives the values of a step, `observe` sees what each micro-batch of the step gave, and
-`update` ends the step: what learns, learns there.
+`forward` gives the values of a step (w for a step's number, lambda for the step's w), `observe`
+sees what each micro-batch of the step gave, and `update` ends the step: what learns, learns there.
 """
 
 import torch
@@ -44,7 +44,7 @@ class RandomLossWeighting(ObjectiveWeights):
         self.seed = seed
 
     def forward(self, step: int) -> Tensor:
-        # 1_000_003 exceeds the number of steps, so no two pairs (seed, step) share a number
+        # runs of other seeds share no number for a million steps
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         return self.weights.copy_(torch.randn(len(self.weights), generator=generator).softmax(0),
                                   non_blocking=True)
@@ -53,8 +53,8 @@ class RandomLossWeighting(ObjectiveWeights):
 class GradNorm(ObjectiveWeights):
     """GradNorm: weights that start at 1 and are learned, so that objectives train at like rates.
 
-    G_k is the norm of objective k's weighted gradient at the layer `shared`. r_k is how much of
-    its first value the loss still has, divided by the mean of that over objectives. Each weight
+    G_k is the norm of objective k's weighted gradient at the layer `shared`. r_k is the loss
+    divided by its first value, and by the mean of this quotient over objectives. Each weight
     takes a gradient step of size `lr` on |G_k - mean(G) r_k ** alpha| with a constant target;
     then the weights are scaled to sum to K.
     """
@@ -71,7 +71,7 @@ class GradNorm(ObjectiveWeights):
         return self.weights
 
     def observe(self, losses: Tensor):
-        # Without the scale, small gradients would be zero in FP16. The tensor stays on the GPU.
+        # Without the scale, small gradients would be zero in FP16. scale(ones) keeps it on the GPU.
         scale = self.scaler.scale(torch.ones_like(losses[0]))
         rows = []
         for loss in scale * losses:
@@ -101,9 +101,9 @@ class Lambda(nn.Module):
     losses would have weights whose coefficient of variation is about `variation`, as long as that
     is well below 1. A real router lags behind.
 
-    lambdas: of experts 0, 1, ...; the last one counts for the remaining experts. They hold without
-    `variation`, and with it until the first step is done. follows: for each expert, which of the
-    `objectives` sets its lambda. With `times_w`, an aimed lambda is multiplied by that
+    lambdas: of experts 0, 1, ...; the last one counts for the remaining experts. They are used
+    without `variation`, and with it until the first step ends. follows: for each expert, which of
+    the `objectives` sets its lambda. With `times_w`, std / variation is multiplied by that
     objective's w: a router needs that, because Eq. 8 multiplies the loss by w, but not the
     entropy.
     """
@@ -120,13 +120,13 @@ class Lambda(nn.Module):
         self.follows, self.variation, self.times_w = follows, variation, times_w
         self.observed = []      # of each micro-batch, [E]
 
-    def forward(self, weights: Tensor) -> Tensor:
+    def forward(self, w: Tensor) -> Tensor:
         """w [K] of this step -> lambda [E]"""
         if not self.variation:
             return self.lambdas
         aimed = self.std / self.variation
         if self.times_w:
-            aimed = aimed * weights[self.index]
+            aimed = aimed * w[self.index]
         # above 0, because softmin divides by it
         aimed = aimed.clamp_min(torch.finfo(aimed.dtype).tiny)
         return torch.where(self.steps > 0, aimed, self.lambdas)
@@ -142,7 +142,7 @@ class Lambda(nn.Module):
         new = batch_mean(self.observed)
         finite = new.isfinite().all()
         self.steps += finite
-        # the plain mean of the first ten steps, and then a running mean
+        # the plain mean of the first ten steps, and then an exponential one with a rate of 0.1
         mean = self.std.lerp(new, (1 / self.steps).clamp_min(0.1))
         self.std.copy_(torch.where(finite, mean, self.std))
 

@@ -44,7 +44,7 @@ def pixel_loss(pred: Tensor, images: Tensor) -> Tensor:
 
     pred [B, N, P], images [B, 3, H, W] -> [B, N]; P = 3 * patch_size ** 2 says the size of the
     patches. Target patches have zero mean and unit variance (unbiased, plus 1e-6). The paper
-    prints the sum over pixels; its weights 1, 0.1 and 0.01 fit the mean.
+    prints the sum over pixels; its values of w_pixel, 1, 0.1 and 0.01, fit the mean.
     """
     target = patchify(images, math.isqrt(pred.shape[-1] // 3))
     std = (target.var(-1, keepdim=True) + 1e-6).sqrt()
@@ -68,9 +68,9 @@ def patch_weights(dispatch: Tensor, expert: int, detach: bool = False, prefix: i
 
     dispatch [B, T, E] -> weights [B, T - prefix], without the first `prefix` tokens, such as
     [CLS] and registers, which have no patch loss. Detached weights still weight the loss, but
-    send the router no gradient: this is the paper's main ablation. What remains to the router
-    is the gradient through its experts and of the entropy. Another ablation passes combine
-    weights.
+    send the router no gradient: this is the paper's main ablation. The router then learns from
+    the forward pass, if it has experts, and from the regularizer. In another ablation, the
+    argument is the combine weights.
     """
     # 1e-30 avoids 0 / 0 when all weight is on [CLS]: the patches then count alike. It is far
     # below any weight that matters, and far above the smallest normal float32, 1e-38.
@@ -88,13 +88,14 @@ def softmin_weights(patch_loss: Tensor, selected: Tensor, lambda_: Tensor | floa
 
     For one image, one expert, w of 1, and without [CLS] and other tokens that have no loss,
     Eq. 5 and 7 are sum(p * loss) - lambda * H(p), where p are weights that sum to 1 over the
-    patches. Of all p, these have the smallest value, which is, up to a constant,
-    -lambda * log(mean(exp(-loss / lambda))): a tilted loss with negative tilt. Weighting by
-    constants gives it the right gradient. With a gradient of their own, these weights would
-    raise the losses that are above the weighted mean by more than lambda.
+    patches. The weights of this function, divided by their sum, are the p that minimize it. The
+    minimum is, up to a constant, -lambda * log(mean(exp(-loss / lambda))): a tilted loss with
+    negative tilt. Its gradient is that of the mean with these weights as constants. If gradients
+    flowed through the weights, losses would be pushed up where they exceed the weighted mean by
+    more than lambda.
     """
-    # Relative to the smallest loss that counts, whose weight is 1: they never underflow all. A
-    # patch that does not count may cost less; without the clamp, it would be 0 * inf.
+    # Relative to the smallest loss that counts, whose weight is 1: so not all weights can
+    # underflow. A patch that does not count may cost less; unclamped, it would be 0 * inf.
     smallest = patch_loss.masked_fill(selected == 0, math.inf).amin(1, keepdim=True)
     return selected * ((smallest - patch_loss).clamp_max(0) / lambda_).exp()
 
@@ -113,8 +114,9 @@ def dispatch_entropy(dispatch: Tensor) -> Tensor:
 def importance_loss(combine: Tensor) -> Tensor:
     """Squared coefficient of variation of the experts' total combine weights.
 
-    combine [B, T, E] -> scalar. The paper names dispatch weights, but their total is 1 for
-    every expert and image, so there would be nothing to penalize.
+    combine [B, T, E] -> scalar, over all images of the micro-batch. The paper names
+    dispatch weights, but their total is 1 for every expert and image, so there would be
+    nothing to penalize.
     """
     total = combine.sum((0, 1))
     return total.var(unbiased=False) / total.mean().square()
@@ -134,11 +136,11 @@ def patch_std(patch_loss: Tensor, selected: Tensor) -> Tensor:
 
 
 class Score(NamedTuple):
-    """What the patches cost by one objective, and whose weights they get."""
+    """The patch losses of one objective, and what weights them."""
     patch_loss: Tensor      # [B, N]
     selected: Tensor        # [B, N]: 1 for the patches that count, else 0
     expert: int             # whose weights or, with softmin, whose lambda the loss has
-    routed: bool            # whether a router sees these patches
+    has_router: bool        # whether these patches are among the tokens that a router sees
 
 
 def couple(score: Score, weight: Tensor, normalize: bool = True, neutral: float = 1.0
@@ -147,7 +149,7 @@ def couple(score: Score, weight: Tensor, normalize: bool = True, neutral: float 
 
     weight [B, N]. The paper's ablation with combine weights does not normalize: it does not
     divide by the sum of the weights, so the router can make the loss vanish. `neutral` is the
-    weight that then changes nothing.
+    weight of every patch if the router prefers no expert; it scales the metric "ratio" alone.
     """
     if normalize:
         loss = routed_mean(score.patch_loss, weight * score.selected)
@@ -160,20 +162,22 @@ def couple(score: Score, weight: Tensor, normalize: bool = True, neutral: float 
     return loss, metrics
 
 
-def regularize(router: dict[str, Tensor], lambdas: Tensor, entropy_on: str,
+def regularize(routing: dict[str, Tensor], lambdas: Tensor, entropy_on: str,
                importance_weight: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Eq. 7 and the importance loss, which see the router alone -> (their sum, metrics)
 
-    router: see `stack_routings`. lambdas [E].
+    routing: see `stack_routings`. lambdas [E].
     """
-    entropy = regularized_entropy = dispatch_entropy(router["dispatch"].flatten(0, 1))
+    # flatten(0, 1): [blocks, B, T, E] -> [blocks * B, T, E], so the mean is over blocks, too
+    entropy = dispatch_entropy(routing["dispatch"].flatten(0, 1))
+    regularized = entropy
     if entropy_on == "combine":      # an ablation
-        regularized_entropy = dispatch_entropy(router["combine"].flatten(0, 1))
-    entropy_loss = -(lambdas * regularized_entropy).sum()
+        regularized = dispatch_entropy(routing["combine"].flatten(0, 1))
+    entropy_loss = -(lambdas * regularized).sum()
     metrics = {"entropy_loss": entropy_loss, "entropy": entropy}
     if not importance_weight:
         return entropy_loss, metrics
-    importance = torch.stack([importance_loss(each) for each in router["combine"]]).mean()
+    importance = torch.stack([importance_loss(each) for each in routing["combine"]]).mean()
     metrics["importance_loss"] = importance
     return entropy_loss + importance_weight * importance, metrics
 
@@ -190,7 +194,7 @@ def stack_routings(pred, loss_block: int | Sequence[int] | None) -> dict[str, Te
     elif pred.loss_routing is not None:
         routings = [pred.loss_routing]
     elif pred.routing:
-        routings = [pred.routing[max(pred.routing)]]      # the keys are numbers of blocks
+        routings = [pred.routing[max(pred.routing)]]      # the keys are indices of blocks
     else:
         return {}
     return {"dispatch": torch.stack([routing.dispatch for routing in routings]),
@@ -203,14 +207,17 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
                    loss_weights: str = "dispatch", detach: bool = False,
                    lambdas: Tensor | float = 5.0, entropy_on: str = "dispatch",
                    importance_weight: float = 0.0) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The terms of Eq. 8 -> (losses [K], regularizer, metrics).
+    """The terms of Eq. 8, and those of Eq. 7 -> (losses [K], regularizer, metrics).
 
-    The losses are in the order of `objectives` ("token", "cls", "pixel"). Metrics are detached.
+    The losses are in the order of `objectives` ("token", "cls", "pixel"). Metrics are detached:
+    each loss by its name; of a weighted loss, say token, token_unweighted, token_ratio and
+    token_std; with a router, entropy, entropy_loss, dispatch_cv, cls_share, importance_loss.
 
     pred: the student's `Prediction`, or any object with its fields. targets [B, 1 + N, D]: the
     teacher's tokens of the whole image. images [B, 3, S, S] in [0, 1]. mask bool [B, N], True
     where masked. `loss_block`: the block whose router weights the losses and is regularized, or
-    several, over which both are averaged (default: see `stack_routings`). `loss_weights` is
+    several: their weights are averaged, and so are their regularizers (default: see
+    `stack_routings`). `loss_weights` is
       "dispatch"  the router's dispatch weights: expert 0's for the token loss and, in dense
                   encoding, expert 1's for the pixel loss, so the router needs two experts there;
       "combine"   the same with combine weights, not normalized;
@@ -218,7 +225,8 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
                   expert 1 for the pixel loss, even without experts;
       "uniform"   none.
     A patch loss without weights is the plain mean over its patches. `lambdas`: lambda of each
-    expert in Eq. 7, [E], or one for all. Raises ValueError if targets do not have 1 + N tokens.
+    expert in Eq. 7, [E], or one for all; softmin without experts reads the first two. Raises
+    ValueError if targets do not have 1 + N tokens.
     """
     if targets.shape[1] != 1 + mask.shape[1]:
         raise ValueError(
@@ -240,30 +248,30 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     losses = {}
     if "token" in objectives:
         loss = token_loss(tokens[:, 1:], patch_targets)
-        scores["token"] = Score(loss, selected, expert=0, routed=True)
+        scores["token"] = Score(loss, selected, expert=0, has_router=True)
     if "cls" in objectives:
         losses["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
     if "pixel" in objectives:
         # in sparse encoding, no router sees the masked patches
         loss = pixel_loss(pred.pixels.float(), images)
-        scores["pixel"] = Score(loss, masked, expert=1, routed=dense)
+        scores["pixel"] = Score(loss, masked, expert=1, has_router=dense)
 
     # Couple (Eq. 5): the mean of each patch loss, weighted by its expert.
-    router = stack_routings(pred, loss_block)
-    experts = router["dispatch"].shape[-1] if router else 0
-    # one for each expert, and at least two: softmin has one for each patch loss, without experts
+    routing = stack_routings(pred, loss_block)
+    experts = routing["dispatch"].shape[-1] if routing else 0
+    # repeated for each expert, and at least two, which softmin reads even without experts
     lambdas = lambdas * targets.new_ones(max(2, experts))
     weights = None
-    if router and loss_weights not in ("uniform", "softmin"):
-        weights = router[loss_weights].mean(0)                 # [B, T, E]
+    if routing and loss_weights not in ("uniform", "softmin"):
+        weights = routing[loss_weights].mean(0)                # [B, T, E]
     how = {}
     if loss_weights == "combine":
-        how = dict(normalize=False, neutral=1 / max(1, experts))      # without preference, 1 / E
+        how = dict(normalize=False, neutral=1 / max(1, experts))
     metrics = {}
     for name, score in scores.items():
         if loss_weights == "softmin":
             weight = softmin_weights(score.patch_loss, score.selected, lambdas[score.expert])
-        elif weights is not None and score.routed:
+        elif weights is not None and score.has_router:
             weight = patch_weights(weights, score.expert, detach)
         else:
             losses[name] = routed_mean(score.patch_loss, score.selected)
@@ -273,13 +281,13 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
 
     # Regularize (Eq. 6 and 7): pull the weights of each expert towards uniform ones.
     regularizer = targets.new_zeros(())
-    if router:
-        regularizer, more = regularize(router, lambdas[:experts], entropy_on, importance_weight)
+    if routing:
+        regularizer, more = regularize(routing, lambdas[:experts], entropy_on, importance_weight)
         metrics |= more
         with torch.no_grad():
-            # of the mean over blocks, which is what weights the losses if the router does
-            metrics["dispatch_cv"] = dispatch_cv(router["dispatch"].mean(0)[:, 1:])
-            metrics["cls_share"] = router["dispatch"][:, :, 0].mean((0, 1))
+            # of the mean over blocks and all patches that the router sees, [CLS] left out
+            metrics["dispatch_cv"] = dispatch_cv(routing["dispatch"].mean(0)[:, 1:])
+            metrics["cls_share"] = routing["dispatch"][:, :, 0].mean((0, 1))
 
     metrics = {name: value.detach() for name, value in (metrics | losses).items()}
     return torch.stack([losses[name] for name in objectives]), regularizer, metrics

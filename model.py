@@ -52,7 +52,7 @@ class Router(nn.Module):
         super().__init__()
         self.phi = nn.Parameter(torch.empty(dim, experts))   # what each expert looks for
         self.scale = nn.Parameter(torch.ones(()))            # 1 / temperature of the softmaxes
-        # the bound is 1 / sqrt(experts), but only the direction of each phi counts
+        # uniform in +-1 / sqrt(experts); only the direction of each phi counts, as in Eq. 4
         nn.init.kaiming_uniform_(self.phi, a=math.sqrt(5))
 
     def route(self, x: Tensor) -> Routing:
@@ -293,10 +293,11 @@ def build_vit(name: str, **overrides) -> ViT:
 class PixelDecoder(nn.Module):
     """Predicts the pixels of all patches from the encoder's patch tokens (App. E).
 
-    As in the paper, whose size is DECODER, it has no experts, a mask token in place of masked
-    patches, and learned position embeddings; those of the authors' release are fixed sines and
-    cosines. Only pretraining uses it: its weights are in the checkpoints of pretraining, and no
-    other stage loads them or saves them again.
+    DECODER is the paper's size. It has no experts, a mask token in place of masked patches, and
+    learned position embeddings; those of the authors' release are fixed sines and cosines. The
+    paper describes sparse encoding; that the mask token also replaces the encoder's output at
+    masked patches in dense encoding is our choice. Only pretraining uses it: its weights are in
+    the checkpoints of pretraining, and no other stage loads them or saves them again.
     """
 
     def __init__(self, encoder: ViT, dim: int, depth: int, heads: int):

@@ -126,13 +126,15 @@ def parse_args(argv: list[str] | None = None):
 
 
 def check(parser, args):
-    """Refuses flags that change nothing, and flags that contradict each other."""
+    """Refuses flags that are not at their default and change nothing, and flags that contradict
+    each other.
+    """
     objectives = OBJECTIVES[args.objective]
     softmin = args.loss_weights == "softmin"
     router = args.experts or args.loss_router
-    coupled = args.loss_weights in ("dispatch", "combine")
+    by_router = args.loss_weights in ("dispatch", "combine")
     static = args.balance == "static"
-    # 5 is a value like any other here, and argparse hands out its own list if no other is given
+    # "is": an explicit --entropy-weight 5 counts as given
     lambda_given = args.entropy_weight is not parser.get_default("entropy_weight")
 
     # flag, the condition without which it changes nothing, and the condition in words
@@ -140,12 +142,12 @@ def check(parser, args):
             ("moe_blocks", args.experts, "--experts above 0"),
             ("loss_block", args.experts, "--experts above 0"),
             ("loss_block", not args.loss_router, "a run without --loss-router"),
-            ("loss_router", coupled, "--loss-weights dispatch or combine"),
+            ("loss_router", by_router, "--loss-weights dispatch or combine"),
             ("loss_weights", router or softmin, "--experts above 0 or --loss-router"),
             ("detach", router, "--experts above 0 or --loss-router"),
-            ("detach", coupled, "--loss-weights dispatch or combine"),
+            ("detach", by_router, "--loss-weights dispatch or combine"),
             ("entropy_weight", router or softmin, "--experts above 0 or --loss-router"),
-            ("variation", softmin or (router and coupled), "a loss that is weighted: --experts "
+            ("variation", softmin or (router and by_router), "a loss that is weighted: --experts "
              "above 0 or --loss-router, and not --loss-weights uniform"),
             ("variation", not lambda_given, "a run without --entropy-weight"),
             ("entropy_on", router, "--experts above 0 or --loss-router"),
@@ -179,7 +181,7 @@ def check(parser, args):
              "--loss-weights softmin needs an --entropy-weight above 0"),
             (lambda_given and len(args.entropy_weight) > count,
              f"--entropy-weight has {len(args.entropy_weight)} values for {count} lambdas"),
-            (coupled and 0 < count_experts(args) <= last,
+            (by_router and 0 < count_experts(args) <= last,
              f"--experts {args.experts}: expert {last} weights the {weighted_losses(args)[last]} "
              f"loss, so there must be {last + 1}"),
             (set(args.loss_block or []) - set(blocks),
@@ -189,11 +191,13 @@ def check(parser, args):
 
 
 def weighted_losses(args) -> dict[int, str]:
-    """{expert: the patch loss that it weights, or whose softmin has its lambda}"""
+    """{expert: the patch loss that it would weight, or whose softmin has its lambda}, also if
+    nothing is weighted
+    """
     found = {0: "token"}
-    # in sparse encoding, no router sees the patches of the pixel loss
-    seen = args.encoding == "dense" or args.loss_weights == "softmin"
-    if "pixel" in OBJECTIVES[args.objective] and seen:
+    # in sparse encoding, the patches of the pixel loss are no tokens of a router
+    weighted = args.encoding == "dense" or args.loss_weights == "softmin"
+    if "pixel" in OBJECTIVES[args.objective] and weighted:
         found[1] = "pixel"
     return found
 
@@ -205,7 +209,7 @@ def count_experts(args) -> int:
 
 def lambda_objectives(args) -> list[str]:
     """The objective of each lambda: entry e is for expert e. Softmin has a lambda for each patch
-    loss, even without experts. Experts that weight nothing have the token loss.
+    loss, even without experts. Experts that weight nothing follow the token loss.
     """
     losses = weighted_losses(args)
     needed = 1 + max(losses) if args.loss_weights == "softmin" else 0
@@ -282,7 +286,7 @@ def main(args):
             batch = next(batches)
             images, mask = data.augment(batch), batch["mask"]       # [B, 3, S, S], bool [B, N]
             with torch.no_grad():
-                targets = teacher(images)      # normalizes them itself -> [B, 1 + N, Dt]
+                targets = teacher(images)      # it normalizes the images itself -> [B, 1 + N, Dt]
             with process.accumulating(model, last=micro_step == plan.micro_steps):
                 with process.autocast():
                     pred = model(data.normalize(images), mask)
@@ -298,7 +302,7 @@ def main(args):
         run.log.add({"objective_weights": w.clone()})       # GradNorm changes w in place
         lambdas.update()
         if lambda_objectives(args):
-            run.log.add({"lambda": lambdas(w)})             # as this step sets it
+            run.log.add({"lambda": lambdas(w)})             # of the next step, but for its w
         if routers:
             run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
         balance.update()
@@ -310,9 +314,9 @@ def main(args):
 def compiled(args, teacher: Teacher, student: Explore):
     """Compiles the models in place -> `explore_losses`, compiled but for GradNorm
 
-    GradNorm differentiates the losses and what follows the encoder's blocks once for each
-    objective, but the backward pass of a compiled graph runs only once: these stay as they are,
-    and the blocks are compiled one by one. So they are with --recompute, which calls each of them
+    GradNorm runs a backward pass for each objective through the losses and what follows the
+    encoder's blocks, but that of a compiled graph runs only once: so only the blocks are
+    compiled, one by one. --recompute, too, compiles block by block, because it calls each block
     a second time in the backward pass.
     """
     blockwise = args.balance == "gradnorm" or args.recompute
@@ -323,7 +327,8 @@ def compiled(args, teacher: Teacher, student: Explore):
 
 def next_commands(args) -> str:
     out, where = shlex.quote(args.out), f"--data {shlex.quote(args.data)}"
-    return (f"next: python routing.py {out}/last.pt {where} && python plot.py {out}; with labels: "
+    routing = f"python routing.py {out}/last.pt {where} && " if count_experts(args) else ""
+    return (f"next: {routing}python plot.py {out}; with labels: "
             f"python knn.py {out}/epoch_*.pt {where}")
 
 
