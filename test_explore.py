@@ -149,7 +149,7 @@ def write_checkpoint(path, **vit):
 @pytest.fixture(scope="session")
 def teacher(tmp_path_factory):
     torch.manual_seed(1)
-    return write_checkpoint(tmp_path_factory.mktemp("teacher") / "teacher.pt", depth=1)
+    return write_checkpoint(tmp_path_factory.mktemp("teacher") / "teacher.pt", depth=1, dim=60)
 
 
 @pytest.fixture(scope="session")
@@ -586,11 +586,12 @@ def test_the_decoder_has_8_blocks_of_width_512_without_experts_and_layer_scale()
 
 
 def test_tokens_and_positions_start_at_0_02_and_mask_tokens_are_not_the_encoders():
-    student = small_student(nano(), 8, dense=True, pixels=True)
+    student = model.Explore(nano(dim=768, depth=1), 8, dense=True, pixels=True,
+                            decoder=dict(dim=768, depth=0, heads=2))
     for token in (student.mask_token, student.decoder.mask_token, student.decoder.pos_embed,
                   student.encoder.cls_token, student.encoder.pos_embed, student.head.weight,
                   student.encoder.patch_embed.proj.weight):
-        assert token.std().item() == pytest.approx(0.02, rel=0.2)
+        assert token.std().item() == pytest.approx(0.02, rel=0.1)
     assert not any("mask_token" in name for name in student.encoder.state_dict())
 
 
@@ -735,8 +736,9 @@ def make_case(dense=False, experts=3):
         ids_keep = torch.stack([(~row).nonzero()[torch.randperm(14), 0] for row in mask])
     tokens = 26 if dense else 15
     routed = {block: router.route(randn(4, tokens, 7)) for block, router in routers.items()}
-    pred = model.Prediction(torch.randn(4, tokens, 9), torch.randn(4, 25, 192), routed, None,
-                            ids_keep)
+    hard = torch.arange(1, 5)[:, None, None]      # unequal losses: of images, and of patches
+    pixels = torch.randn(4, 25, 192) * (hard + 2 * torch.rand(4, 25, 1))
+    pred = model.Prediction(hard * torch.randn(4, tokens, 9), pixels, routed, None, ids_keep)
     return Case(pred, torch.randn(4, 26, 9), torch.rand(4, 3, 40, 40), mask, routers)
 
 
@@ -751,10 +753,11 @@ def couple(case, objectives=("token", "cls"), lambdas=0.0, loss_block=(3,), **ke
 @pytest.mark.parametrize("dense, objectives, keywords", (
     (False, ("token", "cls", "pixel"),
      dict(lambdas=(0.5, 2.0, 0.1), importance_weight=300.0, loss_block=(0, 3))),
-    (True, ("token", "cls", "pixel"), dict(lambdas=(1.0, 2.0, 0.2), entropy_on="combine")),
+    (True, ("token", "cls", "pixel"),
+     dict(lambdas=(1.0, 2.0, 0.2), entropy_on="combine", loss_block=(0, 3))),
     (True, ("token", "pixel"),
      dict(loss_weights="combine", lambdas=(0.0, 1.0, 0.3), loss_block=(0, 3))),
-    (False, ("cls", "pixel"), dict(loss_weights="uniform", lambdas=(1.0, 1.0, 2.0))),
+    (True, ("cls", "pixel"), dict(loss_weights="uniform", lambdas=(1.0, 1.0, 2.0))),
     (False, ("token", "cls", "pixel"), dict(loss_weights="softmin", lambdas=(0.05, 0.4, 3.0))),
     (True, ("pixel", "token"),
      dict(loss_weights="softmin", lambdas=(0.05, 0.4, 3.0), loss_block=(0, 3)))))
@@ -964,7 +967,7 @@ def test_gradnorm_is_its_papers_algorithm(alpha):
             found = gradnorm_weights(*((x.tolist(), g.tolist()) for x, g in steps[:i]),
                                      alpha=alpha)
             assert found == pytest.approx(weights, rel=1e-4)
-    assert abs(np.sum(signs, 0)).max() < 40 and weights.min() < 2e-3
+    assert (abs(np.sum(signs, 0)) < 55).all() and weights.min() < 2e-3
 
 
 def test_gradnorm_helps_the_objective_that_lags_whatever_the_scale_of_fp16():
@@ -3795,7 +3798,7 @@ def write_student(tmp_path, request):
     """
     torch.manual_seed(3)
     experts = getattr(request, "param", 2)
-    student = model.Explore(nano(experts=experts, depth=6), 96, loss_router=True)
+    student = model.Explore(nano(experts=experts, depth=6), 60, loss_router=True)
     for i in student.encoder.moe_blocks:
         student.encoder.blocks[i].mlp.scale.data.fill_(3 + i)
         nn.init.normal_(student.encoder.blocks[i].norm2.bias)
@@ -3804,7 +3807,7 @@ def write_student(tmp_path, request):
     def write(name, **args):
         teacher = tmp_path / "teacher.pt"
         if not teacher.exists():
-            write_checkpoint(teacher)
+            write_checkpoint(teacher, dim=60)
         (tmp_path / name).mkdir()
         torch.save({"model": student.state_dict(), "encoder": student.encoder.config,
                     "args": {"teacher": str(teacher), "loss_block": [3, 1]} | args,
@@ -3963,7 +3966,7 @@ def test_only_the_teacher_of_the_training_gives_a_correlation(write_student, tmp
     path = write_student("one")
     teacher = tmp_path / "teacher.pt"
     assert "correlation" in show(path)[0]
-    write_checkpoint(teacher, depth=1)
+    write_checkpoint(teacher, depth=1, dim=60)
     assert "correlation" not in show(path)[0]
     assert f"the contents of {teacher} have changed since the training" in capsys.readouterr().out
     teacher.rename(tmp_path / "moved.pt")
