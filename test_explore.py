@@ -1459,19 +1459,22 @@ def test_a_clip_teacher_that_cannot_be_downloaded_is_named(capsys, stage, monkey
 def outside_blocks(mask, smallest):
     """Masked patches that no fully masked rectangle of `smallest` patches covers."""
     covered = np.zeros_like(mask)
-    for h, w in np.ndindex(15, 15):
-        if h * w >= smallest and 0.25 <= h / w <= 4:
-            for top, left in np.ndindex(15 - h, 15 - w):
+    side = 1 + len(mask)
+    for h, w in np.ndindex(side, side):
+        if smallest <= h * w < 3 * smallest and 0.25 <= h / w <= 4:
+            for top, left in np.ndindex(side - h, side - w):
                 if mask[top:top + h, left:left + w].all():
                     covered[top:top + h, left:left + w] = True
     return (mask & ~covered).sum()
 
 
-def test_block_masks_are_blocks_of_at_least_16_patches():
+@pytest.mark.parametrize("grid, smallest, ratio", ((14, 16, 0.4), (28, 16, 0.06), (7, 4, 0.3)))
+def test_block_masks_are_blocks_of_at_least_16_patches_or_fewer_on_small_grids(grid, smallest,
+                                                                               ratio):
     rng = np.random.default_rng(0)
-    masks = [data.block_mask(rng, 14, 0.4).reshape(14, 14) for _ in range(50)]
-    lone = [outside_blocks(mask, 16) for mask in masks]
-    assert np.mean(lone) < 8 and max(lone) < 16      # of 78
+    masks = [data.block_mask(rng, grid, ratio).reshape(grid, grid) for _ in range(20)]
+    lone = [outside_blocks(mask, smallest) / mask.sum() for mask in masks]
+    assert np.mean(lone) < 0.2
 
 
 @pytest.mark.parametrize("grid, ratio", ((14, 0.4), (14, 0.75), (8, 0.4), (6, 0.5), (2, 0.4)))
@@ -1483,6 +1486,28 @@ def test_block_masks_have_exact_counts_and_reach_every_patch(grid, ratio):
     assert share.min() > 0
     for flipped in (share[::-1], share[:, ::-1], share.T):      # no side is preferred
         assert abs(share - flipped).max() < 0.25
+
+
+def test_blocks_reach_all_edges_and_ten_in_a_row_that_do_not_fit_end_them():
+    """70 patches of 14 x 14 are missing; a draw is (share of the area, tilt, top, left)."""
+    tilt = (math.log(14 / 5) / math.log(0.3) + 1) / 2
+    for place, left in ((0.0, 0), (0.999, 9)):      # as high as the grid, and all that is missing
+        for draw, seen in (((1.0, tilt, 0.5, place), lambda mask: mask),
+                           ((1.0, 1 - tilt, place, 0.5), np.transpose)):
+            rng = Mock(random=lambda shape, draw=draw: np.tile(draw, (32, 1)),
+                       permutation=lambda x: x)
+            mask = seen(data.block_mask(rng, 14, 70.5 / 196).reshape(14, 14))
+            assert mask[:, left:left + 5].all() and mask.sum() == 70
+
+    fails = (99.0, 0.5, 0.0, 0.0)
+    draws = [*9 * [fails], (0.0, 0.5, 0.0, 0.0), *9 * [fails], (0.0, 0.5, 0.999, 0.999),
+             *10 * [fails], *2 * [(0.0, 0.5, 0.5, 0.5)]]
+    rng = Mock(random=Mock(return_value=np.array(draws[::-1])), permutation=lambda x: x)
+    expected = np.zeros((14, 14), dtype=bool)
+    expected[:4, :4] = expected[10:, 10:] = True
+    singles = np.flatnonzero(~expected)[:70 - 32]
+    expected.flat[singles] = True
+    assert (data.block_mask(rng, 14, 70.5 / 196).reshape(14, 14) == expected).all()
 
 
 def test_blocks_are_as_often_wide_as_high():
@@ -1760,6 +1785,10 @@ def test_epochs_visit_every_image_once_in_another_order_and_resume_in_the_middle
     assert len(set(first)) == len(set(second)) == 32
     assert [i for _, i in first] != [i for _, i in second]
     assert list(data.train_order(33, 8, 8, 42, 3, 8)) == order[3:]
+    two = [list(data.train_order(33, 8, 2, 42, 1, 5, rank, 2)) for rank in (0, 1)]
+    for rank in (0, 1):      # every second image, in two micro-batches
+        parts = [(batch[rank::2][:2], batch[rank::2][2:]) for batch in order[1:5]]
+        assert two[rank] == list(itertools.chain(*parts))
 
 
 def test_a_view_is_a_crop_by_seed_epoch_and_index_a_flip_and_jitter(photos):
@@ -1786,15 +1815,19 @@ def test_crops_are_drawn_as_random_resized_crop_draws_them():
     aspect = w / h
     assert 0.19 < share.min() < 0.22 and 0.95 < share.max() <= 1
     assert 0.74 < aspect.min() < 0.77 and 1.3 < aspect.max() < 1.35
+    crops = np.array([data.random_crop(rng, 6, 7, (0.2, 1.0)) for _ in range(2000)])
+    for size, starts, lengths in ((6, crops[:, 0], crops[:, 2]), (7, crops[:, 1], crops[:, 3])):
+        everywhere = {(at, n) for n in range(3, size + 1) for at in range(size - n + 1)}
+        assert set(zip(starts.tolist(), lengths.tolist())) >= everywhere
 
 
 def test_the_area_of_crops_is_uniform_and_their_aspect_log_uniform():
     rng = np.random.default_rng(0)
-    crops = [data.random_crop(rng, 1000, 1000, (0.2, 0.5), (0.5, 2)) for _ in range(20000)]
+    crops = [data.random_crop(rng, 1000, 1000, (0.1, 0.3), (0.5, 3)) for _ in range(20000)]
     _, _, h, w = np.array(crops).T
     area = h * w / 1e6
     aspect = np.log(w / h)
-    for values, low, high in ((area, 0.2, 0.5), (aspect, -math.log(2), math.log(2))):
+    for values, low, high in ((area, 0.1, 0.3), (aspect, -math.log(2), math.log(3))):
         quantiles = np.quantile((values - low) / (high - low), (0.1, 0.25, 0.5, 0.75, 0.9))
         assert quantiles == pytest.approx([0.1, 0.25, 0.5, 0.75, 0.9], abs=0.02)
     top, left = (np.array(crops)[:, :2] / (1000 - np.stack([h, w], 1))).T
@@ -1802,17 +1835,16 @@ def test_the_area_of_crops_is_uniform_and_their_aspect_log_uniform():
     assert np.quantile(left, 0.5) == pytest.approx(0.5, abs=0.02)
 
 
-@pytest.mark.parametrize("height, width", ((1, 1), (20000, 10), (1, 500)))
-def test_crops_stay_inside_images_of_any_shape(height, width):
-    crop = data.random_crop(np.random.default_rng(0), height, width, (0.2, 1.0))
-    top, left, h, w = crop
-    assert 0 < h <= height and 0 < w <= width and top + h <= height and left + w <= width
-    if height == 20000:
-        assert crop == (9993, 0, 13, 10)      # the middle
+@pytest.mark.parametrize("height, width, expected", (
+    (1, 1, (0, 0, 1, 1)), (20000, 10, (9993, 0, 13, 10)), (10, 20000, (0, 9993, 10, 13)),
+    (1, 500, (0, 249, 1, 1))))
+def test_crops_of_very_long_or_small_images_are_their_middle(height, width, expected):
+    rng = np.random.default_rng(0)
+    assert {data.random_crop(rng, height, width, (0.2, 1.0)) for _ in range(50)} == {expected}
 
 
 def test_flip_and_color_jitter_are_torchvisions_image_by_image():
-    image = torch.randint(0, 256, (5, 3, 8, 8), dtype=torch.uint8)
+    image = torch.randint(0, 256, (5, 3, 8, 11), dtype=torch.uint8)
     factors = 0.6 + 0.8 * torch.rand(5, 3)
     flip = torch.tensor([True, False, True, False, False])
     ours = data.augment(dict(image=image, flip=flip, jitter=factors))
@@ -1944,16 +1976,20 @@ def test_batches_must_divide_among_processes():
         common.make_plan(pretrain.parse_args(["--batch-size", "10"]), 4, 100)
 
 
-@pytest.mark.parametrize("world, micro_steps", ((4, 4), (1, 16)))
-def test_any_number_of_gpus_has_the_papers_batch(world, micro_steps):
-    plan = common.make_plan(pretrain.parse_args([]), world, 1281167)
-    assert (plan.micro_batch, plan.micro_steps, plan.epoch_steps) == (256, micro_steps, 312)
-    assert plan.save_steps == 3120
+@pytest.mark.parametrize("flags, world, micro, epoch_steps", (
+    ("", 4, (256, 4), 312), ("", 1, (256, 16), 312),
+    ("--batch-size 514", 2, (1, 257), 2492), ("--batch-size 510", 2, (255, 1), 2512)))
+def test_any_number_of_gpus_has_the_papers_batch(flags, world, micro, epoch_steps):
+    plan = common.make_plan(pretrain.parse_args(flags.split()), world, 1281167)
+    assert (plan.micro_batch, plan.micro_steps) == micro
+    assert (plan.epoch_steps, plan.save_steps) == (epoch_steps, 10 * epoch_steps)
 
 
 @pytest.mark.parametrize("name, flags, expected", (
     ("pretrain", "", (3000, 400)), ("finetune", "--epochs 20", (200, 10)),
     ("linear", "x.pt", (1000, 100)), ("segment", "x.pt --iterations 1600", (1600, 15)),
+    ("segment", "x.pt --iterations 1650", (1650, 15)),      # of 15.5, and of 15.9
+    ("segment", "x.pt --iterations 1700", (1700, 16)),
     ("pretrain", "--warmup-epochs 0", (3000, 0))))
 def test_a_default_warm_up_keeps_its_share_and_a_given_one_is_taken_as_it_is(name, flags, expected):
     args = SCRIPTS[name].parse_args([*flags.split(), "--batch-size", "10"])
@@ -2588,10 +2624,10 @@ def test_evaluations_sum_over_all_processes():
     process = common.Process(argparse.Namespace(amp="off", workers=0))
     process.sum = lambda hits: hits + torch.tensor([1, 1])      # another process's
     logits = torch.eye(8)[[0, 1, 2, 3]] + torch.arange(8) * 0.01
-    views = [dict(image=torch.zeros(3, 8, 8), label=label) for label in (0, 7, 0, 3)]
+    views = [dict(image=torch.zeros(3, 8, 8), label=label) for label in (0, 4, 3, 3)]
     classifier = nn.Identity()
     classifier.forward = lambda images: logits
-    scores = finetune.evaluate(classifier, views, process)
+    scores = finetune.evaluate(classifier, views, process)      # labels are 1st, 5th, 6th, 1st
     assert scores == {"top1": 75.0, "top5": 100.0}
     process.sum = lambda matrix: torch.eye(11)      # as if the others had all pixels right
     views = segment.EvalScenes(Shapes("val", 8), 8, 11)
@@ -3281,6 +3317,9 @@ def test_a_long_name_of_a_run_folder_is_shortened_and_stays_unique(tmp_path):
     for name in names:
         (tmp_path / name).mkdir()
         assert re.fullmatch("linprobe_checkpoint=runs-ü+-[0-9a-f]{8}", name)
+    for letters, shortened in ((170, False), (171, True)):      # 200 bytes and 201
+        name = Path(linprobe.parse_args([f"runs/{'x' * letters}/a.pt"]).out).name
+        assert (name != f"linprobe_checkpoint=runs-{'x' * letters}-a.pt") == shortened
 
 
 @pytest.mark.parametrize("name, expected", (
@@ -3339,7 +3378,7 @@ def test_every_block_is_compiled_in_few_graphs_that_serve_all_steps(stage, monke
 
 @pytest.mark.parametrize("flags, expected", (
     ("--image-size 33", "image size 33 is no multiple of patch size 8"),
-    ("--batch-size 64", "has only 32 training images"),
+    ("--batch-size 33", "has only 32 training images"),
     ("--micro-batch 3", "--micro-batch 3 does not divide 8, each process's share"),
     *((f"--experts 0 {flags}", f"{flags.split()[0]} needs --experts above 0") for flags in (
         "--detach", "--loss-block 3", "--loss-weights combine", "--entropy-weight 1",
@@ -3404,10 +3443,10 @@ def test_recipes_for_experts_need_experts(stage, teacher, capsys):
 @pytest.mark.parametrize("name, refused", (
     ("pretrain", "--epoch 3, --epochs 0, --experts -1, --lr fast, --objective pixels, "
      "--clip-grad -1, --lr inf, --mask-ratio nan, --mask-ratio 0, --mask-ratio 1, --betas 0.9 1, "
-     "--variation 0, --seed 1234567890123, --seed -1, --workers -1, --loss-block -1, "
+     "--variation 0, --seed 4294967296, --seed -1, --workers -1, --loss-block -1, "
      "--drop-path 1, --entropy-weight nan, --gradnorm-lr -1, --micro-batch 0"),
-    ("finetune", "--expert-dropout 1.5, --layer-decay 0, --layer-decay 1.1, --weight-decay nan, "
-     "--model vit_base, --patch-size 16"),
+    ("finetune", "--expert-dropout 1, --layer-decay 0, --layer-decay 1.001, --drop-path 1, "
+     "--weight-decay nan, --model vit_base, --patch-size 16"),
     ("knn", "--temperature -1, --temperature 0, -k 0")))
 def test_values_without_a_meaning_are_refused_by_the_parser(name, refused, capsys):
     for flags in refused.split(", "):
@@ -3421,19 +3460,20 @@ def test_values_without_a_meaning_are_refused_by_the_parser(name, refused, capsy
 # ------------------------------------------------ k-NN, probes, finetuning, segmentation
 
 @pytest.mark.parametrize("temperature", (0.07, 5.0))      # at 5.0, one neighbor more would show
-def test_knn_is_the_weighted_vote_of_the_nearest(temperature):
-    bank = F.normalize(torch.randn(60, 8), dim=1)
-    queries = F.normalize(torch.randn(30, 8), dim=1)
-    labels = torch.randint(0, 4, (60,))
+@pytest.mark.parametrize("k", (1, 6, 61))
+def test_knn_is_the_weighted_vote_of_the_nearest(temperature, k):
+    bank = F.normalize(torch.randn(61, 7), dim=1)
+    queries = F.normalize(torch.randn(300, 7), dim=1)
+    labels = torch.randint(0, 4, (61,))      # of five classes, the last has no image
     cosine = queries @ bank.T
-    near = cosine.argsort(1, descending=True)[:, :7]
-    weight = (cosine.gather(1, near) / temperature).exp()
-    vote = weight[..., None] * F.one_hot(labels[near], 4)
-    for chunk in (256, 7):                                      # in pieces as in one
-        ours = knn.classify(queries, bank, labels, 4, 7, temperature, chunk)
+    near = cosine.argsort(1, descending=True)[:, :k]
+    weight = (cosine.gather(1, near).double() / temperature).exp()
+    vote = weight[..., None] * F.one_hot(labels[near], 5)
+    for chunk in (256, 300, 7):                                 # in pieces as in one
+        ours = knn.classify(queries, bank, labels, 5, k, temperature, chunk)
         assert torch.equal(ours, vote.sum(1).argmax(1))
     # what the smallest temperature leaves is the nearest
-    nearest = knn.classify(queries, bank, labels, 4, 20, 1e-300)
+    nearest = knn.classify(queries, bank, labels, 5, 20, 1e-300)
     assert torch.equal(nearest, labels[near[:, 0]])
 
 
@@ -4166,7 +4206,7 @@ def test_rows_of_knn_that_an_earlier_version_wrote_are_drawn_where_they_are_clea
 def test_knn_says_which_checkpoint_it_measured(stage, tmp_path, monkeypatch):
     play("pretrain", stage("pretrain", "--max-steps 5 --save-every 1"))
     monkeypatch.chdir(tmp_path)
-    encoder, *flags = stage("knn", "-k 3")
+    encoder, *flags = stage("knn", "-k 32")      # all training images
     knn.main(knn.parse_args(["run/last.pt", "run/epoch_0001.pt", encoder, *flags]))
     rows = [json.loads(line) for line in Path("run/knn.jsonl").read_text().splitlines()]
     assert [(row["step"], row["epoch"]) for row in rows] == [(5, 1.25), (4, 1.0), (None, None)]
