@@ -710,7 +710,7 @@ def plain_losses(pred, targets, images, mask, objectives, loss_block, loss_weigh
     for r in routed:
         p = getattr(r, entropy_on)
         negentropy = (p * p.log()).sum((0, 1)) / len(mask)
-        for each, h in zip(lambdas, negentropy):      # without experts, softmin has two lambdas
+        for each, h in zip(lambdas, negentropy):      # softmin has two lambdas with one expert, too
             regularizer = regularizer + each * h / len(routed)
         usage = r.combine.sum((0, 1))
         importance = usage.var(correction=0) / usage.mean() ** 2
@@ -2604,14 +2604,16 @@ def test_drawn_shapes_are_segmented_too_and_evaluated_on_others(stage, monkeypat
     """They have 11 classes and ADE20K has 150, unless --classes says otherwise."""
     training = spy(monkeypatch, segment, "TrainScenes")
     evaluation = spy(monkeypatch, segment, "EvalScenes")
-    argv = stage("segment", "--max-steps 1 --seed 7")
-    at = argv.index("--classes")
-    del argv[at:at + 2]
-    play("segment", [*argv, "--out", f"{argv[-1]}_2", "--data", "shapes"])
+    drawn, scenes = (stage("segment", f"--max-steps 1 --seed 7 {flags}", out=out)
+                     for flags, out in (("--data shapes", "drawn"), ("", "scenes")))
+    for argv in (drawn, scenes):
+        at = argv.index("--classes")
+        del argv[at:at + 2]
+    play("segment", drawn)
     for calls, expected in ((training, (0, 32, 11, 7)), (evaluation, (1, 32, 11))):
         shapes, *others = calls[0].args
         assert (shapes.stream, *others) == expected
-    play("segment", argv)
+    play("segment", scenes)
     assert training[1].args[1:] == (32, 150, 7) and evaluation[1].args[1:] == (32, 150)
 
 
