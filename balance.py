@@ -12,11 +12,16 @@ from torch import Tensor, nn
 
 
 class ObjectiveWeights(nn.Module):
-    """w [K] of Eq. 8, which weights the losses of the K objectives."""
+    """w [K] of Eq. 8, which weights the losses of the K objectives, and here never changes: 1 for
+    the token loss, w_cls and w_pixel.
+    """
 
     def __init__(self, weights: Tensor):
         super().__init__()
         self.register_buffer("weights", weights)
+
+    def forward(self, step: int) -> Tensor:
+        return self.weights
 
     def observe(self, losses: Tensor):
         """losses [K] of a micro-batch, before its backward pass."""
@@ -25,18 +30,11 @@ class ObjectiveWeights(nn.Module):
         """Ends a step."""
 
 
-class FixedWeights(ObjectiveWeights):
-    """Weights that never change: 1 for the token loss, w_cls and w_pixel."""
-
-    def forward(self, step: int) -> Tensor:
-        return self.weights
-
-
 class RandomLossWeighting(ObjectiveWeights):
     """RLW: the softmax of random normals.
 
     They are a function of (seed, step), so all processes draw the same, and a resumed run goes on
-    with them.
+    with them. Of `weights`, only their number and device count.
     """
 
     def __init__(self, weights: Tensor, seed: int):
@@ -56,7 +54,7 @@ class GradNorm(ObjectiveWeights):
     G_k is the norm of objective k's weighted gradient at the layer `shared`. r_k is the loss
     divided by its first value, and by the mean of this quotient over objectives. Each weight
     takes a gradient step of size `lr` on |G_k - mean(G) r_k ** alpha| with a constant target;
-    then the weights are scaled to sum to K.
+    then the weights are scaled to sum to K. Of `weights`, only their number and device count.
     """
 
     def __init__(self, weights: Tensor, shared: nn.Module, alpha: float, lr: float,
@@ -67,11 +65,9 @@ class GradNorm(ObjectiveWeights):
         self.alpha, self.lr, self.scaler = alpha, lr, scaler
         self.observed = []      # of each micro-batch, [K, 1 + P]: losses, gradients at `shared`
 
-    def forward(self, step: int) -> Tensor:
-        return self.weights
-
     def observe(self, losses: Tensor):
-        # Without the scale, small gradients would be zero in FP16. scale(ones) keeps it on the GPU.
+        # Without the scale, small gradients would be zero in FP16. Scaling a one is how to get it
+        # without making the host wait for the GPU, as get_scale() does.
         scale = self.scaler.scale(torch.ones_like(losses[0]))
         rows = []
         for loss in scale * losses:
@@ -96,16 +92,16 @@ class GradNorm(ObjectiveWeights):
 class Lambda(nn.Module):
     """lambda [E] of Eq. 7: fixed or, beyond the paper, std(loss) / `variation`.
 
-    Patches whose losses differ by lambda differ in weight by a factor of e: weights that are free
-    and minimize Eq. 5 and 7 are proportional to exp(-loss / lambda). So a router that knew the
-    losses would have weights whose coefficient of variation is about `variation`, as long as that
-    is well below 1. A real router lags behind.
+    Patches whose losses differ by lambda differ in weight by a factor of e: if w is 1, weights that
+    are free and minimize Eq. 5 and 7 are proportional to exp(-loss / lambda). So a router that knew
+    the losses would have weights whose coefficient of variation is about `variation`, as long as
+    that is well below 1. A real router lags behind.
 
     lambdas: of experts 0, 1, ...; the last one counts for the remaining experts. They are used
     without `variation`, and with it until the first step ends. follows: for each expert, which of
-    the `objectives` sets its lambda. With `times_w`, std / variation is multiplied by that
-    objective's w: a router needs that, because Eq. 8 multiplies the loss by w, but not the
-    entropy.
+    the `objectives` sets its lambda. Softmin of two losses needs two, even with fewer experts. With
+    `times_w`, std / variation is multiplied by that objective's w: a router needs that, because
+    Eq. 8 multiplies the loss by w, but not the entropy.
     """
 
     def __init__(self, lambdas: list[float], follows: list[str], objectives: list[str],
@@ -116,7 +112,7 @@ class Lambda(nn.Module):
         self.register_buffer("lambdas", torch.tensor(lambdas), persistent=False)      # [E]
         self.register_buffer("index", torch.tensor(index), persistent=False)          # [E]
         self.register_buffer("std", torch.zeros(len(follows)))      # [E], a running mean
-        self.register_buffer("steps", torch.zeros(()))              # that it has seen
+        self.register_buffer("steps", torch.zeros(()))              # that this mean is of
         self.follows, self.variation, self.times_w = follows, variation, times_w
         self.observed = []      # of each micro-batch, [E]
 
@@ -142,7 +138,8 @@ class Lambda(nn.Module):
         new = batch_mean(self.observed)
         finite = new.isfinite().all()
         self.steps += finite
-        # the plain mean of the first ten steps, and then an exponential one with a rate of 0.1
+        # The plain mean of the first ten steps, and then an exponential one with a rate of 0.1.
+        # Before the first finite step, this is 1 / 0, and not used.
         mean = self.std.lerp(new, (1 / self.steps).clamp_min(0.1))
         self.std.copy_(torch.where(finite, mean, self.std))
 

@@ -63,18 +63,18 @@ def routed_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
     return ((weight * patch_loss).sum(1) / weight.sum(1)).mean()
 
 
-def patch_weights(dispatch: Tensor, expert: int, detach: bool = False, prefix: int = 1) -> Tensor:
+def patch_weights(routed: Tensor, expert: int, detach: bool = False, prefix: int = 1) -> Tensor:
     """The coupling: how much each patch counts in the loss that `expert` weights.
 
-    dispatch [B, T, E] -> weights [B, T - prefix], without the first `prefix` tokens, such as
-    [CLS] and registers, which have no patch loss. Detached weights still weight the loss, but
-    send the router no gradient: this is the paper's main ablation. The router then learns from
-    the forward pass, if it has experts, and from the regularizer. In another ablation, the
-    argument is the combine weights.
+    routed [B, T, E], a router's dispatch weights or, in an ablation of the paper, its combine
+    weights -> weights [B, T - prefix], without the first `prefix` tokens, such as [CLS] and
+    registers, which have no patch loss. Detached weights still weight the loss, but send the
+    router no gradient: this is the paper's main ablation. The router then learns from the forward
+    pass, if it has experts, and from the regularizer.
     """
     # 1e-30 avoids 0 / 0 when all weight is on [CLS]: the patches then count alike. It is far
     # below any weight that matters, and far above the smallest normal float32, 1e-38.
-    weight = dispatch[:, prefix:, expert] + 1e-30
+    weight = routed[:, prefix:, expert] + 1e-30
     return weight.detach() if detach else weight
 
 
@@ -86,9 +86,9 @@ def softmin_weights(patch_loss: Tensor, selected: Tensor, lambda_: Tensor | floa
     lambda > 0 in the unit of the loss -> weights [B, N], 0 where not selected. Patches whose
     losses differ by lambda differ in weight by a factor of e.
 
-    For one image, one expert, w of 1, and without [CLS] and other tokens that have no loss,
-    Eq. 5 and 7 are sum(p * loss) - lambda * H(p), where p are weights that sum to 1 over the
-    patches. The weights of this function, divided by their sum, are the p that minimize it. The
+    Let p be weights over the patches of an image that sum to 1. The sum of Eq. 5 and 7 for this
+    image is sum(p * loss) - lambda * H(p), if there is one expert, w is 1, and every token has a
+    loss. The p that minimize it are the weights of this function, divided by their sum. The
     minimum is, up to a constant, -lambda * log(mean(exp(-loss / lambda))): a tilted loss with
     negative tilt. Its gradient is that of the mean with these weights as constants. If gradients
     flowed through the weights, losses would be pushed up where they exceed the weighted mean by
@@ -100,15 +100,15 @@ def softmin_weights(patch_loss: Tensor, selected: Tensor, lambda_: Tensor | floa
     return selected * ((smallest - patch_loss).clamp_max(0) / lambda_).exp()
 
 
-def dispatch_entropy(dispatch: Tensor) -> Tensor:
+def dispatch_entropy(weights: Tensor) -> Tensor:
     """Eq. 6: the entropy in nats of each expert's weights over all tokens, [CLS] included.
 
-    dispatch [B, T, E], which sums to 1 over T -> [E], the mean over images. The entropy is
-    ln(T) for uniform weights, and 0 if one token has all. In an ablation of the paper, the same
-    sum is taken over combine weights.
+    weights [B, T, E] -> [E], the mean over images. Dispatch weights sum to 1 over tokens: their
+    entropy is ln(T) if they are uniform, and 0 if one token has all. In an ablation of the paper,
+    the same sum is taken over combine weights.
     """
-    log = dispatch.clamp_min(torch.finfo(dispatch.dtype).tiny).log()     # 0 log 0 = 0
-    return -(dispatch * log).sum(1).mean(0)
+    log = weights.clamp_min(torch.finfo(weights.dtype).tiny).log()     # 0 log 0 = 0
+    return -(weights * log).sum(1).mean(0)
 
 
 def importance_loss(combine: Tensor) -> Tensor:
@@ -140,24 +140,25 @@ class Score(NamedTuple):
     patch_loss: Tensor      # [B, N]
     selected: Tensor        # [B, N]: 1 for the patches that count, else 0
     expert: int             # whose weights or, with softmin, whose lambda the loss has
-    has_router: bool        # whether these patches are among the tokens that a router sees
+    routable: bool          # whether its patches are tokens of the encoder, as a router needs
 
 
-def couple(score: Score, weight: Tensor, normalize: bool = True, neutral: float = 1.0
+def couple(score: Score, weight: Tensor, neutral: float | None = None
            ) -> tuple[Tensor, dict[str, Tensor]]:
     """Eq. 5: the mean of a patch loss over the selected patches, weighted -> (loss, metrics)
 
-    weight [B, N]. The paper's ablation with combine weights does not normalize: it does not
-    divide by the sum of the weights, so the router can make the loss vanish. `neutral` is the
-    weight of every patch if the router prefers no expert; it scales the metric "ratio" alone.
+    weight [B, N]. The paper's ablation with combine weights does not divide by the sum of the
+    weights, so the router can make the loss vanish. There, `neutral` is 1 / E, the combine weight
+    of every patch if the router prefers no expert. The metric "ratio" is weighted over unweighted
+    loss, and 1 if all weights are equal or, in the ablation, `neutral`.
     """
-    if normalize:
+    if neutral is None:
         loss = routed_mean(score.patch_loss, weight * score.selected)
     else:      # the plain mean, over the selected patches, of weight times loss
         loss = routed_mean(weight * score.patch_loss, score.selected)
     with torch.no_grad():
         unweighted = routed_mean(score.patch_loss, score.selected)
-        metrics = {"unweighted": unweighted, "ratio": loss / (neutral * unweighted),
+        metrics = {"unweighted": unweighted, "ratio": loss / (unweighted * (neutral or 1)),
                    "std": patch_std(score.patch_loss, score.selected)}
     return loss, metrics
 
@@ -183,8 +184,8 @@ def regularize(routing: dict[str, Tensor], lambdas: Tensor, entropy_on: str,
 
 
 def stack_routings(pred, loss_block: int | Sequence[int] | None) -> dict[str, Tensor]:
-    """Stacks the routings that the losses use: those of `loss_block`, if given, else that of the
-    loss router, if there is one, else that of the last MoE block.
+    """Stacks the routings of Eq. 5 to 7: those of `loss_block`, if given, else that of the loss
+    router, if there is one, else that of the last MoE block.
 
     -> {"dispatch": [blocks, B, T, E], "combine": [blocks, B, T, E]}, empty without a router
     """
@@ -211,7 +212,8 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
 
     The losses are in the order of `objectives` ("token", "cls", "pixel"). Metrics are detached:
     each loss by its name; of a weighted loss, say token, token_unweighted, token_ratio and
-    token_std; with a router, entropy, entropy_loss, dispatch_cv, cls_share, importance_loss.
+    token_std; with a router, entropy (of dispatch weights), entropy_loss, dispatch_cv, cls_share
+    and, if it has a weight, importance_loss.
 
     pred: the student's `Prediction`, or any object with its fields. targets [B, 1 + N, D]: the
     teacher's tokens of the whole image. images [B, 3, S, S] in [0, 1]. mask bool [B, N], True
@@ -225,7 +227,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
                   expert 1 for the pixel loss, even without experts;
       "uniform"   none.
     A patch loss without weights is the plain mean over its patches. `lambdas`: lambda of each
-    expert in Eq. 7, [E], or one for all; softmin without experts reads the first two. Raises
+    expert in Eq. 7, or one for all. They are at least two if softmin weights two losses. Raises
     ValueError if targets do not have 1 + N tokens.
     """
     if targets.shape[1] != 1 + mask.shape[1]:
@@ -248,35 +250,33 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     losses = {}
     if "token" in objectives:
         loss = token_loss(tokens[:, 1:], patch_targets)
-        scores["token"] = Score(loss, selected, expert=0, has_router=True)
+        scores["token"] = Score(loss, selected, expert=0, routable=True)
     if "cls" in objectives:
         losses["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
     if "pixel" in objectives:
-        # in sparse encoding, no router sees the masked patches
+        # in sparse encoding, the encoder does not have the masked patches
         loss = pixel_loss(pred.pixels.float(), images)
-        scores["pixel"] = Score(loss, masked, expert=1, has_router=dense)
+        scores["pixel"] = Score(loss, masked, expert=1, routable=dense)
 
     # Couple (Eq. 5): the mean of each patch loss, weighted by its expert.
     routing = stack_routings(pred, loss_block)
     experts = routing["dispatch"].shape[-1] if routing else 0
-    # repeated for each expert, and at least two, which softmin reads even without experts
+    # one for all becomes one for each expert; softmin reads two even with fewer experts
     lambdas = lambdas * targets.new_ones(max(2, experts))
     weights = None
     if routing and loss_weights not in ("uniform", "softmin"):
         weights = routing[loss_weights].mean(0)                # [B, T, E]
-    how = {}
-    if loss_weights == "combine":
-        how = dict(normalize=False, neutral=1 / max(1, experts))
+    neutral = 1 / experts if experts and loss_weights == "combine" else None
     metrics = {}
     for name, score in scores.items():
         if loss_weights == "softmin":
             weight = softmin_weights(score.patch_loss, score.selected, lambdas[score.expert])
-        elif weights is not None and score.has_router:
+        elif weights is not None and score.routable:
             weight = patch_weights(weights, score.expert, detach)
         else:
             losses[name] = routed_mean(score.patch_loss, score.selected)
             continue
-        losses[name], more = couple(score, weight, **how)
+        losses[name], more = couple(score, weight, neutral)
         metrics |= {f"{name}_{key}": value for key, value in more.items()}
 
     # Regularize (Eq. 6 and 7): pull the weights of each expert towards uniform ones.
@@ -285,7 +285,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         regularizer, more = regularize(routing, lambdas[:experts], entropy_on, importance_weight)
         metrics |= more
         with torch.no_grad():
-            # of the mean over blocks and all patches that the router sees, [CLS] left out
+            # weights are averaged over blocks; they vary over all patches that the router sees
             metrics["dispatch_cv"] = dispatch_cv(routing["dispatch"].mean(0)[:, 1:])
             metrics["cls_share"] = routing["dispatch"][:, :, 0].mean((0, 1))
 

@@ -52,8 +52,8 @@ class Router(nn.Module):
         super().__init__()
         self.phi = nn.Parameter(torch.empty(dim, experts))   # what each expert looks for
         self.scale = nn.Parameter(torch.ones(()))            # 1 / temperature of the softmaxes
-        # uniform in +-1 / sqrt(experts); only the direction of each phi counts, as in Eq. 4
-        nn.init.kaiming_uniform_(self.phi, a=math.sqrt(5))
+        # The weights depend on the direction of each phi alone; its length says how fast it turns.
+        nn.init.uniform_(self.phi, -experts ** -0.5, experts ** -0.5)
 
     def route(self, x: Tensor) -> Routing:
         """x [B, T, D] -> weights [B, T, E], in float32 even if x has half precision."""
@@ -293,11 +293,11 @@ def build_vit(name: str, **overrides) -> ViT:
 class PixelDecoder(nn.Module):
     """Predicts the pixels of all patches from the encoder's patch tokens (App. E).
 
-    DECODER is the paper's size. It has no experts, a mask token in place of masked patches, and
-    learned position embeddings; those of the authors' release are fixed sines and cosines. The
-    paper describes sparse encoding; that the mask token also replaces the encoder's output at
-    masked patches in dense encoding is our choice. Only pretraining uses it: its weights are in
-    the checkpoints of pretraining, and no other stage loads them or saves them again.
+    It is a transformer without experts; DECODER is the paper's size. A mask token stands in for
+    masked patches. The position embeddings are learned; those of the authors' release are fixed
+    sines and cosines. The paper describes sparse encoding; that the mask token also replaces the
+    encoder's output at masked patches in dense encoding is our choice. Only pretraining uses it:
+    its weights are in the checkpoints of pretraining, and no other stage loads or saves them.
     """
 
     def __init__(self, encoder: ViT, dim: int, depth: int, heads: int):
@@ -350,6 +350,7 @@ class Explore(nn.Module):
                  decoder: dict = DECODER):
         super().__init__()
         self.encoder, self.dense = encoder, dense
+        # V of sparse encoding, known without the masks: reading them would make the host wait
         self.visible = encoder.grid ** 2 - int(mask_ratio * encoder.grid ** 2)
         self.head = nn.Linear(encoder.dim, teacher_dim)
         init_weights(self.head)

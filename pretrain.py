@@ -16,7 +16,7 @@ import torch
 
 import common
 import data
-from balance import FixedWeights, GradNorm, Lambda, ObjectiveWeights, RandomLossWeighting
+from balance import GradNorm, Lambda, ObjectiveWeights, RandomLossWeighting
 from common import non_negative, non_negative_int, number, positive_int
 from losses import explore_losses
 from model import DECODER, LOSS_ROUTER_EXPERTS, PRESETS, Explore, Router, build_vit
@@ -99,7 +99,7 @@ def parse_args(argv: list[str] | None = None):
         "--entropy-weight", type=non_negative, nargs="+", default=[5.0], metavar="L",
         help="lambda, the weight of the entropy of experts 0, 1, ...; the last one counts for the "
              "remaining experts. If a router knew the losses, patches whose losses differ by "
-             "lambda would differ in weight by a factor of e")
+             "lambda / w of Eq. 8 would differ in weight by a factor of e")
     group.add_argument(
         "--variation", type=number(float, "(0, inf)"), metavar="V",
         help="beyond the paper, instead of --entropy-weight: lambda is the standard deviation of "
@@ -126,18 +126,18 @@ def parse_args(argv: list[str] | None = None):
 
 
 def check(parser, args):
-    """Refuses flags that are not at their default and change nothing, and flags that contradict
-    each other.
+    """Refuses flags that are not at their default and would change nothing, and flags that
+    contradict each other.
     """
     objectives = OBJECTIVES[args.objective]
     softmin = args.loss_weights == "softmin"
     router = args.experts or args.loss_router
     by_router = args.loss_weights in ("dispatch", "combine")
     static = args.balance == "static"
-    # "is": an explicit --entropy-weight 5 counts as given
+    # without the flag, argparse gives the very list that is the default, so 5 may be given, too
     lambda_given = args.entropy_weight is not parser.get_default("entropy_weight")
 
-    # flag, the condition without which it changes nothing, and the condition in words
+    # flag, the condition without which it is refused, and the condition in words
     for name, met, condition in (
             ("moe_blocks", args.experts, "--experts above 0"),
             ("loss_block", args.experts, "--experts above 0"),
@@ -170,7 +170,7 @@ def check(parser, args):
     patches = (args.image_size // args.patch_size) ** 2
     masked = int(args.mask_ratio * patches)
     count = len(lambda_objectives(args))
-    last = max(weighted_losses(args))      # expert that weights a loss
+    last = max(loss_of_expert(args))
     for wrong, message in (
             (not 0 < masked < patches,
              f"--mask-ratio {args.mask_ratio} masks {masked} of {patches} patches: at least one "
@@ -182,7 +182,7 @@ def check(parser, args):
             (lambda_given and len(args.entropy_weight) > count,
              f"--entropy-weight has {len(args.entropy_weight)} values for {count} lambdas"),
             (by_router and 0 < count_experts(args) <= last,
-             f"--experts {args.experts}: expert {last} weights the {weighted_losses(args)[last]} "
+             f"--experts {args.experts}: expert {last} weights the {loss_of_expert(args)[last]} "
              f"loss, so there must be {last + 1}"),
             (set(args.loss_block or []) - set(blocks),
              f"--loss-block {args.loss_block}: the MoE blocks are {blocks}")):
@@ -190,16 +190,17 @@ def check(parser, args):
             parser.error(message)
 
 
-def weighted_losses(args) -> dict[int, str]:
-    """{expert: the patch loss that it would weight, or whose softmin has its lambda}, also if
-    nothing is weighted
+def loss_of_expert(args) -> dict[int, str]:
+    """{index of an expert: the patch loss that it is for}
+
+    Its weights are the loss's or, with softmin, its lambda is. There may be fewer experts.
     """
-    found = {0: "token"}
+    losses = {0: "token"}
     # in sparse encoding, the patches of the pixel loss are no tokens of a router
-    weighted = args.encoding == "dense" or args.loss_weights == "softmin"
-    if "pixel" in OBJECTIVES[args.objective] and weighted:
-        found[1] = "pixel"
-    return found
+    if "pixel" in OBJECTIVES[args.objective] and (
+            args.encoding == "dense" or args.loss_weights == "softmin"):
+        losses[1] = "pixel"
+    return losses
 
 
 def count_experts(args) -> int:
@@ -211,7 +212,7 @@ def lambda_objectives(args) -> list[str]:
     """The objective of each lambda: entry e is for expert e. Softmin has a lambda for each patch
     loss, even without experts. Experts that weight nothing follow the token loss.
     """
-    losses = weighted_losses(args)
+    losses = loss_of_expert(args)
     needed = 1 + max(losses) if args.loss_weights == "softmin" else 0
     return [losses.get(i, "token") for i in range(max(count_experts(args), needed))]
 
@@ -236,7 +237,7 @@ def build_balance(args, student: Explore, process: common.Process) -> ObjectiveW
                         process.scaler)
     if args.balance == "rlw":
         return RandomLossWeighting(weights, args.seed)
-    return FixedWeights(weights)
+    return ObjectiveWeights(weights)
 
 
 def main(args):
@@ -270,7 +271,7 @@ def main(args):
                  f"{args.objective}", f"{len(dataset)} images")
     if run.first == 0:
         run.save("epoch_0000.pt", 0)
-    compute_losses = compiled(args, teacher, student) if process.compile else explore_losses
+    compute_losses = compile_all(args, teacher, student) if process.compile else explore_losses
     model = process.parallel(student).train()
     routers = [module for module in student.modules() if isinstance(module, Router)]
     batches = run.batches(
@@ -299,10 +300,12 @@ def main(args):
             run.log.add(metrics | {"loss": loss.detach()})
 
         run.log.add(common.optimizer_step(optimizer, process.scaler, args.clip_grad))
-        run.log.add({"objective_weights": w.clone()})       # GradNorm changes w in place
+        run.log.add({"objective_weights": w.clone()})       # GradNorm and RLW change w in place
         lambdas.update()
         if lambda_objectives(args):
-            run.log.add({"lambda": lambdas(w)})             # of the next step, but for its w
+            # After the update: that of the first step is --entropy-weight's default, which would
+            # be most of the first line's mean.
+            run.log.add({"lambda": lambdas(w)})
         if routers:
             run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
         balance.update()
@@ -311,13 +314,13 @@ def main(args):
     run.report(next_commands(args))
 
 
-def compiled(args, teacher: Teacher, student: Explore):
-    """Compiles the models in place -> `explore_losses`, compiled but for GradNorm
+def compile_all(args, teacher: Teacher, student: Explore):
+    """Compiles the models in place -> `explore_losses`, compiled, too, unless GradNorm is used
 
-    GradNorm runs a backward pass for each objective through the losses and what follows the
-    encoder's blocks, but that of a compiled graph runs only once: so only the blocks are
-    compiled, one by one. --recompute, too, compiles block by block, because it calls each block
-    a second time in the backward pass.
+    The backward pass of a compiled graph runs only once, and GradNorm runs one for each objective
+    through the losses and what follows the encoder's blocks: so of the student, it compiles the
+    blocks alone, one by one. So does --recompute, because it calls each block a second time in the
+    backward pass.
     """
     blockwise = args.balance == "gradnorm" or args.recompute
     for module in [teacher, *(student.encoder.blocks if blockwise else [student])]:

@@ -4508,7 +4508,7 @@ def test_an_objective_a_data_set_and_a_teacher_are_added_as_contributing_says(tm
               ("losses.py", "\n    # Couple (Eq. 5)", score),
               ("pretrain.py", '"token_pixel": [', name.strip() + " "),
               ("pretrain.py", "cls=args.cls_weight", weight.strip() + " "),
-              ("pretrain.py", "    return found\n", expert),
+              ("pretrain.py", "    return losses\n", expert),
               ("data.py", "class Folder(", MOONS), ("data.py", "    elif labels:\n", branch),
               ("teacher.py", "def build_teacher(", color + "\n\n"),
               ("teacher.py", "            # Nothing behind the", prefix))
