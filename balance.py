@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 
 class ObjectiveWeights(nn.Module):
-    """w [K] of Eq. 8, which weights the losses of the K objectives, and here never changes: 1 for
-    the token loss, w_cls and w_pixel.
+    """w [K] of Eq. 8: the weights of the K objectives. They are fixed here, and subclasses change
+    them.
     """
 
     def __init__(self, weights: Tensor):
@@ -34,7 +34,7 @@ class RandomLossWeighting(ObjectiveWeights):
     """RLW: the softmax of random normals.
 
     They are a function of (seed, step), so all processes draw the same, and a resumed run goes on
-    with them. Of `weights`, only their number and device count.
+    with them. Of the argument `weights`, only the length and the device are used.
     """
 
     def __init__(self, weights: Tensor, seed: int):
@@ -54,7 +54,8 @@ class GradNorm(ObjectiveWeights):
     G_k is the norm of objective k's weighted gradient at the layer `shared`. r_k is the loss
     divided by its first value, and by the mean of this quotient over objectives. Each weight
     takes a gradient step of size `lr` on |G_k - mean(G) r_k ** alpha| with a constant target;
-    then the weights are scaled to sum to K. Of `weights`, only their number and device count.
+    then the weights are scaled to sum to K. Of the argument `weights`, only the length and the
+    device are used.
     """
 
     def __init__(self, weights: Tensor, shared: nn.Module, alpha: float, lr: float,
@@ -90,7 +91,10 @@ class GradNorm(ObjectiveWeights):
 
 
 class Lambda(nn.Module):
-    """lambda [E] of Eq. 7: fixed or, beyond the paper, std(loss) / `variation`.
+    """lambda [L] of Eq. 7: fixed or, beyond the paper, std(loss) / `variation`.
+
+    There is one for each expert, and one for each loss that softmin weights: the first is for
+    expert 0 or the token loss, the second for expert 1 or the pixel loss.
 
     Patches whose losses differ by lambda differ in weight by a factor of e: if w is 1, weights that
     are free and minimize Eq. 5 and 7 are proportional to exp(-loss / lambda). So a router that knew
@@ -98,10 +102,9 @@ class Lambda(nn.Module):
     that is well below 1. A real router lags behind.
 
     lambdas: of experts 0, 1, ...; the last one counts for the remaining experts. They are used
-    without `variation`, and with it until the first step ends. follows: for each expert, which of
-    the `objectives` sets its lambda. Softmin of two losses needs two, even with fewer experts. With
-    `times_w`, std / variation is multiplied by that objective's w: a router needs that, because
-    Eq. 8 multiplies the loss by w, but not the entropy.
+    without `variation`, and with it until the first step ends. follows: for each lambda, which of
+    the `objectives` sets it. With `times_w`, std / variation is multiplied by that objective's w: a
+    router needs that, because Eq. 8 multiplies the loss by w, but not the entropy.
     """
 
     def __init__(self, lambdas: list[float], follows: list[str], objectives: list[str],
@@ -109,15 +112,15 @@ class Lambda(nn.Module):
         super().__init__()
         lambdas = lambdas + lambdas[-1:] * (len(follows) - len(lambdas))
         index = [objectives.index(name) for name in follows]
-        self.register_buffer("lambdas", torch.tensor(lambdas), persistent=False)      # [E]
-        self.register_buffer("index", torch.tensor(index), persistent=False)          # [E]
-        self.register_buffer("std", torch.zeros(len(follows)))      # [E], a running mean
-        self.register_buffer("steps", torch.zeros(()))              # that this mean is of
+        self.register_buffer("lambdas", torch.tensor(lambdas), persistent=False)      # [L]
+        self.register_buffer("index", torch.tensor(index), persistent=False)          # [L]
+        self.register_buffer("std", torch.zeros(len(follows)))      # [L], a running mean
+        self.register_buffer("steps", torch.zeros(()))              # how many are in that mean
         self.follows, self.variation, self.times_w = follows, variation, times_w
-        self.observed = []      # of each micro-batch, [E]
+        self.observed = []      # of each micro-batch, [L]
 
     def forward(self, w: Tensor) -> Tensor:
-        """w [K] of this step -> lambda [E]"""
+        """w [K] of this step -> lambda [L]"""
         if not self.variation:
             return self.lambdas
         aimed = self.std / self.variation

@@ -69,11 +69,12 @@ def patch_weights(routed: Tensor, expert: int, detach: bool = False, prefix: int
     routed [B, T, E], a router's dispatch weights or, in an ablation of the paper, its combine
     weights -> weights [B, T - prefix], without the first `prefix` tokens, such as [CLS] and
     registers, which have no patch loss. Detached weights still weight the loss, but send the
-    router no gradient: this is the paper's main ablation. The router then learns from the forward
-    pass, if it has experts, and from the regularizer.
+    router no gradient: this is the paper's main ablation. The router of a SoftMoE then learns from
+    the experts' outputs and from the regularizer, a loss router from the regularizer alone.
     """
-    # 1e-30 avoids 0 / 0 when all weight is on [CLS]: the patches then count alike. It is far
-    # below any weight that matters, and far above the smallest normal float32, 1e-38.
+    # 1e-30 avoids 0 / 0 when no weight is on the selected patches, but all on [CLS], say: they then
+    # count alike. It is far below any weight that matters, and far above the smallest normal
+    # float32, 1e-38.
     weight = routed[:, prefix:, expert] + 1e-30
     return weight.detach() if detach else weight
 
@@ -139,8 +140,8 @@ class Score(NamedTuple):
     """The patch losses of one objective, and what weights them."""
     patch_loss: Tensor      # [B, N]
     selected: Tensor        # [B, N]: 1 for the patches that count, else 0
-    expert: int             # whose weights or, with softmin, whose lambda the loss has
-    routable: bool          # whether its patches are tokens of the encoder, as a router needs
+    expert: int             # the expert whose weights or, with softmin, whose lambda it uses
+    routable: bool          # whether its patches are among the encoder's tokens
 
 
 def couple(score: Score, weight: Tensor, neutral: float | None = None
@@ -150,7 +151,7 @@ def couple(score: Score, weight: Tensor, neutral: float | None = None
     weight [B, N]. The paper's ablation with combine weights does not divide by the sum of the
     weights, so the router can make the loss vanish. There, `neutral` is 1 / E, the combine weight
     of every patch if the router prefers no expert. The metric "ratio" is weighted over unweighted
-    loss, and 1 if all weights are equal or, in the ablation, `neutral`.
+    loss and, in the ablation, this divided by `neutral`: so 1 always means no preference.
     """
     if neutral is None:
         loss = routed_mean(score.patch_loss, weight * score.selected)
@@ -212,8 +213,8 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
 
     The losses are in the order of `objectives` ("token", "cls", "pixel"). Metrics are detached:
     each loss by its name; of a weighted loss, say token, token_unweighted, token_ratio and
-    token_std; with a router, entropy (of dispatch weights), entropy_loss, dispatch_cv, cls_share
-    and, if it has a weight, importance_loss.
+    token_std; with a router, entropy and dispatch_cv of its dispatch weights, cls_share (the weight
+    on [CLS]), entropy_loss and, if importance_weight is not 0, importance_loss.
 
     pred: the student's `Prediction`, or any object with its fields. targets [B, 1 + N, D]: the
     teacher's tokens of the whole image. images [B, 3, S, S] in [0, 1]. mask bool [B, N], True
@@ -227,7 +228,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
                   expert 1 for the pixel loss, even without experts;
       "uniform"   none.
     A patch loss without weights is the plain mean over its patches. `lambdas`: lambda of each
-    expert in Eq. 7, or one for all. They are at least two if softmin weights two losses. Raises
+    expert in Eq. 7, or one for all. Softmin of two losses uses two, even with fewer experts. Raises
     ValueError if targets do not have 1 + N tokens.
     """
     if targets.shape[1] != 1 + mask.shape[1]:
@@ -254,14 +255,15 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     if "cls" in objectives:
         losses["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
     if "pixel" in objectives:
-        # in sparse encoding, the encoder does not have the masked patches
         loss = pixel_loss(pred.pixels.float(), images)
+        # in sparse encoding, a router does not see the masked patches
         scores["pixel"] = Score(loss, masked, expert=1, routable=dense)
 
     # Couple (Eq. 5): the mean of each patch loss, weighted by its expert.
     routing = stack_routings(pred, loss_block)
     experts = routing["dispatch"].shape[-1] if routing else 0
-    # one for all becomes one for each expert; softmin reads two even with fewer experts
+    # A single lambda is repeated, once for each expert and at least twice, because softmin may use
+    # two. Eq. 7 uses those of the experts.
     lambdas = lambdas * targets.new_ones(max(2, experts))
     weights = None
     if routing and loss_weights not in ("uniform", "softmin"):
@@ -285,7 +287,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         regularizer, more = regularize(routing, lambdas[:experts], entropy_on, importance_weight)
         metrics |= more
         with torch.no_grad():
-            # weights are averaged over blocks; they vary over all patches that the router sees
+            # of the mean weights of the blocks, over all patches that the router sees
             metrics["dispatch_cv"] = dispatch_cv(routing["dispatch"].mean(0)[:, 1:])
             metrics["cls_share"] = routing["dispatch"][:, :, 0].mean((0, 1))
 

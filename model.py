@@ -52,7 +52,8 @@ class Router(nn.Module):
         super().__init__()
         self.phi = nn.Parameter(torch.empty(dim, experts))   # what each expert looks for
         self.scale = nn.Parameter(torch.ones(()))            # 1 / temperature of the softmaxes
-        # The weights depend on the direction of each phi alone; its length says how fast it turns.
+        # Only the direction of a phi matters to the weights. Its length sets how fast AdamW turns
+        # it; this bound is that of the authors' code.
         nn.init.uniform_(self.phi, -experts ** -0.5, experts ** -0.5)
 
     def route(self, x: Tensor) -> Routing:

@@ -86,7 +86,8 @@ def parse_args(argv: list[str] | None = None):
              "needs no experts, with lambda from --entropy-weight or --variation")
     group.add_argument(
         "--loss-block", type=non_negative_int, nargs="+", metavar="B",
-        help="the MoE block that gives the weights; several are averaged (default: the last one)")
+        help="the MoE block whose router gives the weights and is regularized; several are "
+             "averaged (default: the last one)")
     group.add_argument(
         "--loss-router", action="store_true",
         help="beyond the paper: a router for the losses alone, on the final tokens; works with "
@@ -134,7 +135,7 @@ def check(parser, args):
     router = args.experts or args.loss_router
     by_router = args.loss_weights in ("dispatch", "combine")
     static = args.balance == "static"
-    # without the flag, argparse gives the very list that is the default, so 5 may be given, too
+    # "is not", because an explicit --entropy-weight 5 equals the default, but counts as given
     lambda_given = args.entropy_weight is not parser.get_default("entropy_weight")
 
     # flag, the condition without which it is refused, and the condition in words
@@ -193,7 +194,7 @@ def check(parser, args):
 def loss_of_expert(args) -> dict[int, str]:
     """{index of an expert: the patch loss that it is for}
 
-    Its weights are the loss's or, with softmin, its lambda is. There may be fewer experts.
+    That loss uses the expert's weights or, with softmin, its lambda. The expert may not exist.
     """
     losses = {0: "token"}
     # in sparse encoding, the patches of the pixel loss are no tokens of a router
@@ -281,7 +282,7 @@ def main(args):
         common.set_rate(optimizer, plan.learning_rate(step))
         common.seed_torch(args.seed, step, process.rank)            # drop path
         w = balance(step)                                           # [K]
-        coupling["lambdas"] = lambdas(w)                            # [E]
+        coupling["lambdas"] = lambdas(w)                            # [L]
 
         for micro_step in range(1, plan.micro_steps + 1):
             batch = next(batches)
@@ -302,9 +303,9 @@ def main(args):
         run.log.add(common.optimizer_step(optimizer, process.scaler, args.clip_grad))
         run.log.add({"objective_weights": w.clone()})       # GradNorm and RLW change w in place
         lambdas.update()
-        if lambda_objectives(args):
-            # After the update: that of the first step is --entropy-weight's default, which would
-            # be most of the first line's mean.
+        if lambdas.follows:
+            # After the update: with --variation, the lambda of the first step is only a default,
+            # and so large that it would be most of the mean in the first line.
             run.log.add({"lambda": lambdas(w)})
         if routers:
             run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
@@ -317,10 +318,9 @@ def main(args):
 def compile_all(args, teacher: Teacher, student: Explore):
     """Compiles the models in place -> `explore_losses`, compiled, too, unless GradNorm is used
 
-    The backward pass of a compiled graph runs only once, and GradNorm runs one for each objective
-    through the losses and what follows the encoder's blocks: so of the student, it compiles the
-    blocks alone, one by one. So does --recompute, because it calls each block a second time in the
-    backward pass.
+    A compiled graph can run backward only once. GradNorm runs backward once for each objective,
+    through the losses and what follows the encoder's blocks; --recompute calls each block again in
+    the backward pass. With either, only the blocks of the student are compiled, one by one.
     """
     blockwise = args.balance == "gradnorm" or args.recompute
     for module in [teacher, *(student.encoder.blocks if blockwise else [student])]:
