@@ -104,14 +104,12 @@ def number(kind: type, interval: str):
     low, high = map(float, interval[1:-1].split(","))
 
     def convert(text: str) -> int | float:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not of type {kind.__name__}") from None
+        value = kind(text)
         ends = [end for end, closed in ((low, "["), (high, "]")) if closed in interval]
         if not low < value < high and value not in ends:      # NaN is in no interval
             raise argparse.ArgumentTypeError(f"{value} is outside {interval}")
         return value
+    convert.__name__ = kind.__name__      # in argparse's message about what is no number
     return convert
 
 
@@ -307,17 +305,16 @@ class Process:
         """Calls a function in the first process alone. If it raises a UserError there, all
         processes raise it.
         """
-        said = torch.zeros(1000, dtype=torch.uint8)
+        said = [None]
         if self.rank == 0:
             try:
                 function(*args)
             except UserError as error:
-                text = str(error).encode()[:len(said)]
-                said[:len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+                said = [str(error)]
         if self.world > 1:
-            dist.broadcast(said, 0)      # on the CPU
-        if said.any():
-            raise UserError(bytes(said.tolist()).rstrip(b"\0").decode(errors="ignore"))
+            dist.broadcast_object_list(said, 0, device=torch.device("cpu"))
+        if said[0]:
+            raise UserError(said[0])
 
     def share_buffers(self, model: nn.Module):
         """Gives all processes the first one's BatchNorm statistics, so that they evaluate the
@@ -450,11 +447,8 @@ def optimizer_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScale
     metrics stay on the device, so the host does not wait for it.
     """
     scaler.unscale_(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]
-                  if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in parameters])
-    if clip_grad:
-        nn.utils.clip_grads_with_norm_(parameters, clip_grad, norm)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = nn.utils.clip_grad_norm_(parameters, clip_grad or math.inf)
     scaler.step(optimizer)
     scaler.update()
     # DDP's gradients are views of its buckets, and None would separate them

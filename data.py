@@ -76,17 +76,12 @@ class Folder(DatasetFolder):
 
     def __init__(self, root: str, split: str):
         folder = os.path.join(root, split)
-        expected = f"expected {folder}/CLASS/*.jpg, with a folder for each class"
-        if not os.path.isdir(folder):
-            missing = f"{folder}/ is not there" if os.path.isdir(root) else "no such folder"
-            raise UserError(f"--data {root}: {missing}; {expected}{ALTERNATIVES}")
         try:
             super().__init__(folder, read_image, IMG_EXTENSIONS, allow_empty=True)
         except OSError as error:
             problem = str(error).rstrip(".")      # of torchvision, or of find_classes
-            raise UserError(f"--data {root}: {problem}; {expected}") from error
-        if not self.samples:
-            raise UserError(f"--data {root}: the class folders in {folder} hold no image")
+            raise UserError(f"--data {root}: {problem}; expected {folder}/CLASS/*.jpg, with a "
+                            f"folder for each class{ALTERNATIVES}") from error
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
         root = os.path.dirname(directory)
@@ -145,24 +140,15 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
         dataset = torchvision_set(data, split)
     elif labels:
         dataset = Folder(data, split)
-    else:
-        dataset = open_photos(data, split)
+    else:      # all images or, if there is a folder named like the split, those in it
+        folder = os.path.join(data, split)
+        dataset = Photos(folder if os.path.isdir(folder) else data)
     if labels and not hasattr(dataset, "classes"):
         raise UserError(f"--data {data} has no labels, and this needs some")
+    if not len(dataset):
+        raise UserError(f"--data {data}: no such file or folder, or no image for {split!r} in it; "
+                        f"expected files that end in {', '.join(IMG_EXTENSIONS)}{ALTERNATIVES}")
     return dataset
-
-
-def open_photos(data: str, split: str) -> Photos:
-    """All images in a folder or, if it has a folder named like the split, in that one."""
-    if not os.path.exists(data):
-        raise UserError(f"--data {data}: no such file or folder; expected images{ALTERNATIVES}")
-    folder = os.path.join(data, split)
-    root = folder if os.path.isdir(folder) else data
-    photos = Photos(root)
-    if not photos:
-        raise UserError(f"--data {data}: no image in {root} or in the folders inside it; expected "
-                        f"files that end in {', '.join(IMG_EXTENSIONS)}")
-    return photos
 
 
 def first_readable(dataset: Dataset, index: int) -> tuple[int, Tensor, int]:

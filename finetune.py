@@ -98,13 +98,11 @@ def rand_augment(size: int):
         magnitude_max=9.99))      # from 10 on, timm posterizes to 0 bits, which Pillow refuses
 
 
-def random_erasing(rng: np.random.Generator, image: Tensor, probability: float = 0.25):
+def random_erasing(rng: np.random.Generator, image: Tensor):
     """timm's random erasing: noise in a box of 2 to 33 % of the area of uint8 [3, S, S], in place.
 
     The ranges are timm's. The noise is as well, but for clipping to what uint8 can hold.
     """
-    if rng.random() >= probability:
-        return
     top, left, h, w = data.random_crop(rng, *image.shape[-2:], scale=(0.02, 1 / 3),
                                        ratio=(0.3, 1 / 0.3))
     mean, std = (255 * np.array(x)[:, None, None] for x in (IMAGENET_MEAN, IMAGENET_STD))
@@ -129,7 +127,7 @@ class StrongViews(data.TrainViews):
         random.seed(int(rng.integers(2 ** 32)))
         np.random.seed(int(rng.integers(2 ** 32)))
         image = TF.pil_to_tensor(self.rand_augment(TF.to_pil_image(view["image"])))
-        if self.erase:
+        if self.erase and rng.random() < 0.25:
             random_erasing(rng, image)
         # no color jitter: its factors are 1
         return view | dict(image=image, jitter=np.ones_like(view["jitter"]))

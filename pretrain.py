@@ -310,8 +310,8 @@ def main(args):
         if routers:
             run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
         balance.update()
-        line = run.end_step(step)      # saves and logs if it is time, stops after a signal
-        warn_of_collapse(line)
+        # saves and logs if it is time, and stops after a signal
+        warn_of_collapse(run.end_step(step))
     run.report(next_commands(args))
 
 

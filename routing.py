@@ -20,7 +20,6 @@ the object: 1 if all of them weigh more than the background, 0.5 by chance.
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -273,17 +272,7 @@ def short(value) -> str:
 
 # ----------------------------------------------------------------------------- pictures
 
-def make_titles(paths: list[str]) -> list[str]:
-    """Such as "demo/epoch 4", or "epoch 4" if all of several files are in one folder."""
-    files = [Path(path).resolve() for path in paths]
-    one_folder = len(files) > 1 and len({file.parent for file in files}) == 1
-    titles = [re.sub(r"^epoch_0*(?=\d)", "epoch ", file.stem) for file in files]
-    if one_folder:
-        return titles
-    return [f"{file.parent.name}/{title}" for file, title in zip(files, titles)]
-
-
-def draw_heatmaps(models: list[Measured], titles: list[str], experts: int, path: Path):
+def draw_heatmaps(models: list[Measured], experts: int, path: Path):
     """A row of images, then a row for each expert of each model: its weights over the images.
 
     Each model has a scale of colors of its own. It spans the 1st to the 99th percentile of the
@@ -302,12 +291,12 @@ def draw_heatmaps(models: list[Measured], titles: list[str], experts: int, path:
     for axis, image in zip(axes[0], images):
         axis.imshow(image)
     row = 1
-    for weight, title in zip(weights, titles):
+    for model, weight in zip(models, weights):
         low, high = np.quantile(weight, (0.01, 0.99))
         side = math.isqrt(weight.shape[1])
         own = axes[row:row + weight.shape[2]]
         row += weight.shape[2]
-        own[0, 0].set_title(title, loc="left", fontsize="medium")
+        own[0, 0].set_title(model.numbers["name"], loc="left", fontsize="medium")
         for expert, line in enumerate(own):
             line[0].set_ylabel(f"expert {expert}")
             for axis, values, image in zip(line, weight[..., expert].numpy(), images):
@@ -319,7 +308,7 @@ def draw_heatmaps(models: list[Measured], titles: list[str], experts: int, path:
     figure.savefig(path, dpi=90)
 
 
-def draw_blocks(models: list[Measured], titles: list[str], experts: int, path: Path):
+def draw_blocks(models: list[Measured], experts: int, path: Path):
     """Silhouette, entropy, variation and [CLS] share over blocks, a line for each expert.
 
     Experts differ by color, and the second of two models is dashed. More than two models differ
@@ -338,7 +327,7 @@ def draw_blocks(models: list[Measured], titles: list[str], experts: int, path: P
     for axis, (name, panel) in zip(axes, panels.items()):
         axis.set(title=panel, xlabel="block")
         axis.set_xticks(range(len(blocks)), blocks)
-        for i, (row, title) in enumerate(zip(rows, titles)):
+        for i, (row, model) in enumerate(zip(rows, models)):
             style = "--s" if i == 1 and not several else "-o"
             values = over_blocks(row, blocks, name)[:experts]
             for expert, line in enumerate(values):
@@ -347,7 +336,8 @@ def draw_blocks(models: list[Measured], titles: list[str], experts: int, path: P
                     color = shades[i]
                 elif name == "silhouette":      # one value for all experts together
                     color = "black"
-                axis.plot(line, style, color=color, label=f"{title}, expert {expert}")
+                axis.plot(line, style, color=color,
+                          label=f"{model.numbers['name']}, expert {expert}")
     lines = axes[1].lines
     figure.legend(handles=lines, loc="outside right center", ncols=math.ceil(len(lines) / 16),
                   fontsize=8)
@@ -363,13 +353,13 @@ def over_blocks(rows: dict[int | str, dict], blocks: list[int | str], name: str)
     return lines
 
 
-def draw_correlation(models: list[Measured], titles: list[str], path: Path):
+def draw_correlation(models: list[Measured], path: Path):
     """The token loss of patches over expert 0's weight, with the regression line."""
     from matplotlib.figure import Figure
     columns = min(3, len(models))      # as wide as blocks.png
     rows = math.ceil(len(models) / columns)
     figure = Figure(figsize=(4.6 * columns, 3.6 * rows), layout="constrained")
-    for i, (model, title) in enumerate(zip(models, titles), start=1):
+    for i, model in enumerate(models, start=1):
         weight, loss = model.points
         axis = figure.add_subplot(rows, columns, i)
         axis.scatter(weight, loss, s=2, alpha=0.25)
@@ -377,7 +367,7 @@ def draw_correlation(models: list[Measured], titles: list[str], path: Path):
         axis.axline((weight.mean(), loss.mean()), slope=slope, color="black", linestyle="--",
                     linewidth=1)
         axis.locator_params(axis="x", nbins=5)      # more labels, such as 1.0005, would overlap
-        axis.set(title=f"{title}: r = {model.numbers['correlation']:.3f}",
+        axis.set(title="{name}: r = {correlation:.3f}".format(**model.numbers),
                  xlabel="expert 0's dispatch weight / uniform weight", ylabel="token loss")
     figure.savefig(path, dpi=90)
 
@@ -393,15 +383,13 @@ def main(args) -> list[dict]:
     for each in numbers:
         report(each)
 
-    titles = make_titles(args.checkpoints)
     experts = EXPERTS if len(models) <= 2 else 1
     try:
-        draw_heatmaps(models, titles, experts, out / "heatmaps.png")
-        draw_blocks(models, titles, experts, out / "blocks.png")
-        known = [(model, title) for model, title in zip(models, titles)
-                 if model.points is not None]
+        draw_heatmaps(models, experts, out / "heatmaps.png")
+        draw_blocks(models, experts, out / "blocks.png")
+        known = [model for model in models if model.points is not None]
         if known:
-            draw_correlation(*zip(*known), out / "correlation.png")
+            draw_correlation(known, out / "correlation.png")
     except ImportError:
         print("pictures need matplotlib: pip install matplotlib")
     print(f"{out}: pictures and routing.json")

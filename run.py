@@ -77,23 +77,18 @@ class Log:
                        "images_per_second": self.batch_size * (step - self.timed_from) / seconds,
                        "loader_wait": self.waited / seconds}
 
-    def write(self, line: dict):
-        with open(self.path, "a") as file:
-            file.write(json.dumps(rounded(line)) + "\n")
-
     def cut(self):
         """Cuts off what a killed run logged after its last checkpoint, and what is damaged."""
-        if not self.path.exists():
-            return
+        self.path.touch()
         size = 0
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    if json.loads(line)["step"] > self.step or not line.endswith(b"\n"):
+                    # without a line break, a kill cut the line short
+                    if not line.endswith(b"\n") or json.loads(line)["step"] > self.step:
                         break
                 except (ValueError, KeyError, TypeError):
-                    if line.endswith(b"\n"):      # without it, a kill cut the line short
-                        print(f"{self.path}: line {number} is damaged; the log ends before it")
+                    print(f"{self.path}: line {number} is damaged; the log ends before it")
                     break
                 size += len(line)
         os.truncate(self.path, size)
@@ -142,8 +137,6 @@ class Run:
                     state["scaler"] = self.process.scaler.state_dict()
                     self.say(f"--amp was {state['args']['amp']}, is {self.args.amp}: the scale of "
                              "the loss starts anew")
-                if missing := self.stateful.keys() - state.keys():
-                    raise ValueError(f"an earlier version's, without {', '.join(missing)}")
                 for name, part in self.stateful.items():
                     part.load_state_dict(state[name])
                 self.saved_step = self.first = state["step"]
@@ -278,7 +271,8 @@ class Run:
             if step == self.first:      # which compiles, and starts DDP
                 self.log.restart_clock(done)
             return {}
-        self.line = self.measure_line(done)
+        self.line = self.log.means(done) | {"epoch": done / self.plan.epoch_steps,
+                                            "lr": self.plan.learning_rate(step)}
         if scheduled and evaluate:
             self.line |= self.keep_best(done, evaluate())
         elif scheduled:
@@ -293,12 +287,6 @@ class Run:
             self.leave(signum)
         self.log.restart(done)
         return self.line
-
-    def measure_line(self, done: int) -> dict:
-        """The log's line after `done` steps: what is measured, epoch and learning rate."""
-        group = self.stateful["optimizer"].param_groups[0]
-        return self.log.means(done) | {"epoch": done / self.plan.epoch_steps,
-                                       "lr": group["lr"] / group["lr_scale"]}
 
     def keep_best(self, done: int, scores: dict[str, float]) -> dict[str, float]:
         """Writes best.pt if the first score is the highest so far -> the scores"""
@@ -338,8 +326,8 @@ class Run:
 
     def write_line(self):
         """Appends the line to the log."""
-        with self.writing(self.log.path):
-            self.log.write(self.line)
+        with self.writing(self.log.path), open(self.log.path, "a") as file:
+            file.write(json.dumps(rounded(self.line)) + "\n")
 
     def write(self, name: str, function):
         """Lets `function` write a temporary file, which then takes the place of an older one."""

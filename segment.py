@@ -73,10 +73,9 @@ class Scenes(data.Photos):
         self.annotations = [os.path.join(root, "annotations", split, f"{name}.png")
                             for name in names]
         if not self.paths:
-            problem = f"no image in {images}" if os.path.isdir(root) else "no such folder"
             raise common.UserError(
-                f"--data {root}: {problem}; expected ADE20K's layout, images/{split}/*.jpg and "
-                f"annotations/{split}/*.png")
+                f"--data {root}: no image in {images}; expected ADE20K's layout, "
+                f"images/{split}/*.jpg and annotations/{split}/*.png")
 
     def annotation(self, index: int) -> Tensor:
         try:
