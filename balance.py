@@ -93,23 +93,24 @@ class GradNorm(ObjectiveWeights):
 class Lambda(nn.Module):
     """lambda [L] of Eq. 7: fixed or, beyond the paper, std(loss) / `variation`.
 
-    There is one for each expert, and one for each loss that softmin weights: the first is for
-    expert 0 or the token loss, the second for expert 1 or the pixel loss.
+    Entry e is for expert e. Softmin uses the same entries, 0 for the token loss and 1 for the pixel
+    loss, even if there are fewer experts.
 
     Patches whose losses differ by lambda differ in weight by a factor of e: if w is 1, weights that
     are free and minimize Eq. 5 and 7 are proportional to exp(-loss / lambda). So a router that knew
     the losses would have weights whose coefficient of variation is about `variation`, as long as
     that is well below 1. A real router lags behind.
 
-    lambdas: of experts 0, 1, ...; the last one counts for the remaining experts. They are used
-    without `variation`, and with it until the first step ends. follows: for each lambda, which of
-    the `objectives` sets it. With `times_w`, std / variation is multiplied by that objective's w: a
+    lambdas: the first entries; the last one given counts for the rest. They are used without
+    `variation`, and with it until a step has a finite std. follows: for each entry, which of the
+    `objectives` sets it. With `times_w`, std / variation is multiplied by that objective's w: a
     router needs that, because Eq. 8 multiplies the loss by w, but not the entropy.
     """
 
     def __init__(self, lambdas: list[float], follows: list[str], objectives: list[str],
                  variation: float | None = None, times_w: bool = True):
         super().__init__()
+        # if nothing uses a lambda, L is 0; one is kept, because explore_losses takes at least one
         lambdas = lambdas + lambdas[-1:] * (len(follows) - len(lambdas))
         index = [objectives.index(name) for name in follows]
         self.register_buffer("lambdas", torch.tensor(lambdas), persistent=False)      # [L]

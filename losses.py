@@ -209,12 +209,13 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
                    loss_weights: str = "dispatch", detach: bool = False,
                    lambdas: Tensor | float = 5.0, entropy_on: str = "dispatch",
                    importance_weight: float = 0.0) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The terms of Eq. 8, and those of Eq. 7 -> (losses [K], regularizer, metrics).
+    """The losses and the regularizer of Eq. 8 -> (losses [K], regularizer, metrics).
 
-    The losses are in the order of `objectives` ("token", "cls", "pixel"). Metrics are detached:
-    each loss by its name; of a weighted loss, say token, token_unweighted, token_ratio and
-    token_std; with a router, entropy and dispatch_cv of its dispatch weights, cls_share (the weight
-    on [CLS]), entropy_loss and, if importance_weight is not 0, importance_loss.
+    The losses are in the order of `objectives` ("token", "cls", "pixel"). The regularizer is Eq. 7,
+    plus `importance_weight` times the importance loss. Metrics are detached: each loss by its name;
+    of each weighted loss, also NAME_unweighted, NAME_ratio and NAME_std, such as token_std; with a
+    router, entropy and dispatch_cv of its dispatch weights, cls_share (the weight on [CLS]),
+    entropy_loss and, if importance_weight is not 0, importance_loss.
 
     pred: the student's `Prediction`, or any object with its fields. targets [B, 1 + N, D]: the
     teacher's tokens of the whole image. images [B, 3, S, S] in [0, 1]. mask bool [B, N], True
@@ -222,7 +223,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     several: their weights are averaged, and so are their regularizers (default: see
     `stack_routings`). `loss_weights` is
       "dispatch"  the router's dispatch weights: expert 0's for the token loss and, in dense
-                  encoding, expert 1's for the pixel loss, so the router needs two experts there;
+                  encoding, expert 1's for the pixel loss;
       "combine"   the same with combine weights, not normalized;
       "softmin"   `softmin_weights`, with the lambda of expert 0 for the token loss and that of
                   expert 1 for the pixel loss, even without experts;

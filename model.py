@@ -124,9 +124,8 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: in training, zeroes an image's residual branch with probability p.
-
-    Otherwise, the branch is scaled by 1 / (1 - p).
+    """Stochastic depth: in training, an image's residual branch is zeroed with probability p, and
+    else scaled by 1 / (1 - p). In evaluation, nothing changes.
     """
 
     def __init__(self, p: float):

@@ -87,7 +87,7 @@ def parse_args(argv: list[str] | None = None):
     group.add_argument(
         "--loss-block", type=non_negative_int, nargs="+", metavar="B",
         help="the MoE block whose router gives the weights and is regularized; several are "
-             "averaged (default: the last one)")
+             "averaged (default: the last one, or the loss router)")
     group.add_argument(
         "--loss-router", action="store_true",
         help="beyond the paper: a router for the losses alone, on the final tokens; works with "
@@ -205,7 +205,9 @@ def loss_of_expert(args) -> dict[int, str]:
 
 
 def count_experts(args) -> int:
-    """Of the router that weights the losses, if there is one."""
+    """The number of experts of the router that is regularized and, unless --loss-weights says
+    otherwise, weights the losses; 0 without a router.
+    """
     return LOSS_ROUTER_EXPERTS if args.loss_router else args.experts
 
 
@@ -303,9 +305,9 @@ def main(args):
         run.log.add(common.optimizer_step(optimizer, process.scaler, args.clip_grad))
         run.log.add({"objective_weights": w.clone()})       # GradNorm and RLW change w in place
         lambdas.update()
-        if lambdas.follows:
-            # After the update: with --variation, the lambda of the first step is only a default,
-            # and so large that it would be most of the mean in the first line.
+        if lambdas.follows:      # else nothing uses a lambda
+            # That of the next step: with --variation, the first step's is only a default, and
+            # would distort the mean in the log's first line.
             run.log.add({"lambda": lambdas(w)})
         if routers:
             run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
@@ -318,9 +320,10 @@ def main(args):
 def compile_all(args, teacher: Teacher, student: Explore):
     """Compiles the models in place -> `explore_losses`, compiled, too, unless GradNorm is used
 
-    A compiled graph can run backward only once. GradNorm runs backward once for each objective,
-    through the losses and what follows the encoder's blocks; --recompute calls each block again in
-    the backward pass. With either, only the blocks of the student are compiled, one by one.
+    GradNorm runs backward once for each objective, through the losses and what follows the
+    encoder's blocks, and a compiled graph can do that only once. --recompute calls each block by
+    itself, a second time in the backward pass. With either, only the blocks of the student are
+    compiled, one by one.
     """
     blockwise = args.balance == "gradnorm" or args.recompute
     for module in [teacher, *(student.encoder.blocks if blockwise else [student])]:
