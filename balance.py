@@ -67,8 +67,8 @@ class GradNorm(ObjectiveWeights):
         self.observed = []      # of each micro-batch, [K, 1 + P]: losses, gradients at `shared`
 
     def observe(self, losses: Tensor):
-        # Without the scale, small gradients would be zero in FP16. Scaling a one is how to get it
-        # without making the host wait for the GPU, as get_scale() does.
+        # Without the scale, small gradients would be zero in FP16. get_scale() would make the host
+        # wait for the GPU; scaling a one gives the same number without that.
         scale = self.scaler.scale(torch.ones_like(losses[0]))
         rows = []
         for loss in scale * losses:
@@ -99,18 +99,18 @@ class Lambda(nn.Module):
     Patches whose losses differ by lambda differ in weight by a factor of e: if w is 1, weights that
     are free and minimize Eq. 5 and 7 are proportional to exp(-loss / lambda). So a router that knew
     the losses would have weights whose coefficient of variation is about `variation`, as long as
-    that is well below 1. A real router lags behind.
+    that is well below 1. The weights of a real router vary less.
 
     lambdas: the first entries; the last one given counts for the rest. They are used without
-    `variation`, and with it until a step has a finite std. follows: for each entry, which of the
-    `objectives` sets it. With `times_w`, std / variation is multiplied by that objective's w: a
-    router needs that, because Eq. 8 multiplies the loss by w, but not the entropy.
+    `variation`, and with it until a step has a finite std. follows: for each of the L entries, the
+    objective whose std and w set it, if there is a `variation`. With `times_w`, std / variation is
+    multiplied by w: a router needs that, because Eq. 8 multiplies the loss by w, but not the
+    entropy.
     """
 
     def __init__(self, lambdas: list[float], follows: list[str], objectives: list[str],
                  variation: float | None = None, times_w: bool = True):
         super().__init__()
-        # if nothing uses a lambda, L is 0; one is kept, because explore_losses takes at least one
         lambdas = lambdas + lambdas[-1:] * (len(follows) - len(lambdas))
         index = [objectives.index(name) for name in follows]
         self.register_buffer("lambdas", torch.tensor(lambdas), persistent=False)      # [L]

@@ -148,10 +148,10 @@ def couple(score: Score, weight: Tensor, neutral: float | None = None
            ) -> tuple[Tensor, dict[str, Tensor]]:
     """Eq. 5: the mean of a patch loss over the selected patches, weighted -> (loss, metrics)
 
-    weight [B, N]. The paper's ablation with combine weights does not divide by the sum of the
-    weights, so the router can make the loss vanish. There, `neutral` is 1 / E, the combine weight
-    of every patch if the router prefers no expert. The metric "ratio" is weighted over unweighted
-    loss and, in the ablation, this divided by `neutral`: so 1 always means no preference.
+    weight [B, N]. With `neutral`, the weighted losses are not divided by the sum of the weights:
+    this is the paper's ablation with combine weights, in which the router can make the loss vanish.
+    There, `neutral` is 1 / E, the weight of every patch if the router prefers no expert, by which
+    the metric "ratio", weighted over unweighted loss, is divided. So without a preference it is 1.
     """
     if neutral is None:
         loss = routed_mean(score.patch_loss, weight * score.selected)
@@ -209,7 +209,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
                    loss_weights: str = "dispatch", detach: bool = False,
                    lambdas: Tensor | float = 5.0, entropy_on: str = "dispatch",
                    importance_weight: float = 0.0) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The losses and the regularizer of Eq. 8 -> (losses [K], regularizer, metrics).
+    """The losses of Eq. 8, and what regularizes routers -> (losses [K], regularizer, metrics).
 
     The losses are in the order of `objectives` ("token", "cls", "pixel"). The regularizer is Eq. 7,
     plus `importance_weight` times the importance loss. Metrics are detached: each loss by its name;

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
-# Those of ViT and DeiT, but for vit_nano, which is ours, for small images and CPUs. The paper's is
+# Width, depth and heads of ViT and DeiT; vit_nano is ours, for small images and CPUs. The paper has
 # vit_base, with patches of 16 pixels.
 PRESETS = {
     "vit_nano": dict(dim=96, depth=4, heads=3),

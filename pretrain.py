@@ -194,7 +194,8 @@ def check(parser, args):
 def loss_of_expert(args) -> dict[int, str]:
     """{index of an expert: the patch loss that it is for}
 
-    That loss uses the expert's weights or, with softmin, its lambda. The expert may not exist.
+    If the loss is weighted, then with the expert's weights or, by softmin, with its lambda. There
+    may be fewer experts.
     """
     losses = {0: "token"}
     # in sparse encoding, the patches of the pixel loss are no tokens of a router
@@ -216,7 +217,7 @@ def lambda_objectives(args) -> list[str]:
     loss, even without experts. Experts that weight nothing follow the token loss.
     """
     losses = loss_of_expert(args)
-    needed = 1 + max(losses) if args.loss_weights == "softmin" else 0
+    needed = 1 + max(losses) if args.loss_weights == "softmin" else 1
     return [losses.get(i, "token") for i in range(max(count_experts(args), needed))]
 
 
@@ -296,7 +297,7 @@ def main(args):
                     pred = model(data.normalize(images), mask)
                 losses, regularizer, metrics = compute_losses(pred, targets, images, mask,
                                                               **coupling)
-                loss = (w * losses).sum() + regularizer             # Eq. 8
+                loss = (w * losses).sum() + regularizer             # Eq. 8, and Eq. 7
                 balance.observe(losses)
                 lambdas.observe(metrics)
                 process.scaler.scale(loss / plan.micro_steps).backward()
@@ -305,9 +306,9 @@ def main(args):
         run.log.add(common.optimizer_step(optimizer, process.scaler, args.clip_grad))
         run.log.add({"objective_weights": w.clone()})       # GradNorm and RLW change w in place
         lambdas.update()
-        if lambdas.follows:      # else nothing uses a lambda
-            # That of the next step: with --variation, the first step's is only a default, and
-            # would distort the mean in the log's first line.
+        if routers or args.loss_weights == "softmin":
+            # Already updated: with --variation, the one that the first step used is only a
+            # default, and would distort the mean in the log's first line.
             run.log.add({"lambda": lambdas(w)})
         if routers:
             run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
@@ -322,8 +323,8 @@ def compile_all(args, teacher: Teacher, student: Explore):
 
     GradNorm runs backward once for each objective, through the losses and what follows the
     encoder's blocks, and a compiled graph can do that only once. --recompute calls each block by
-    itself, a second time in the backward pass. With either, only the blocks of the student are
-    compiled, one by one.
+    itself, a second time in the backward pass. With either, the encoder's blocks are compiled one
+    by one, and the rest of the student is not.
     """
     blockwise = args.balance == "gradnorm" or args.recompute
     for module in [teacher, *(student.encoder.blocks if blockwise else [student])]:
