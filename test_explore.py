@@ -2095,6 +2095,37 @@ def test_no_step_synchronizes_a_gpu(stage, monkeypatch):
 
 # ------------------------------------------------------------- a GPU that is not there
 
+def test_a_process_takes_the_gpu_of_its_rank_on_its_machine(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for name, value in dict(RANK="5", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4").items():
+        monkeypatch.setenv(name, value)
+    process = common.Process(argparse.Namespace(amp="fp16", workers=0, compile=None))
+    assert chosen == [process.device] == [torch.device("cuda", 1)]
+    assert process.rank == 5 and process.compile and process.amp == torch.float16
+
+
+def test_memory_in_the_log_is_in_gibibytes(stage, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2 ** 30)
+    _, log = train(stage("pretrain", "--max-steps 1"))
+    assert log[0]["memory_gib"] == 3
+
+
+@pytest.mark.parametrize("world, device, synchronized", (
+    (2, "cuda", True), (1, "cuda", False), (2, "cpu", False)))
+def test_several_gpus_share_the_statistics_of_batch_normalization(
+        stage, monkeypatch, world, device, synchronized):
+    process = common.Process(argparse.Namespace(amp="off", workers=0))
+    process.world, process.device = world, torch.device(device)
+    monkeypatch.setattr(common, "Process", lambda args: process)
+    monkeypatch.setattr(nn.Module, "to", lambda module, device: module)
+    monkeypatch.setattr(finetune, "fit", lambda *args, model, **kwargs: model)
+    segmenter = SCRIPTS["segment"].main(SCRIPTS["segment"].parse_args(stage("segment")))
+    kinds = {type(module) for module in segmenter.modules() if "BatchNorm" in str(type(module))}
+    assert kinds == {nn.SyncBatchNorm if synchronized else nn.BatchNorm2d}
+
+
 class Gpu(TorchDispatchMode):
     """Within a step, refuses what makes the host wait for the GPU. Else, reads have a value."""
     step = False
@@ -2964,18 +2995,20 @@ def test_a_damaged_log_is_cut_there_and_nothing_else_is_lost(stage, tmp_path, ca
     assert_same_bits(whole, state)
 
 
-def test_a_complete_run_stays_complete_and_one_in_the_middle_keeps_its_length(
-        stage, photos, tmp_path, capsys):
+def test_a_complete_run_stays_complete_and_one_in_the_middle_keeps_its_schedule(
+        stage, photos, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "LOG_EVERY", 1)
     folder = shutil.copytree(photos, tmp_path / "copy")
-    argv = stage("pretrain", f"--data {folder} --save-every 1")
+    argv = stage("pretrain", f"--data {folder} --save-every 1 --warmup-epochs 1.5")
     train([*argv, "--max-steps", "3"])
     for i in range(8):      # ten steps instead of eight
         shutil.copy(folder / "train/class_0/0.jpg", folder / f"train/class_1/more_{i}.jpg")
     state, log = train(argv)
     assert state["step"] == log[-1]["step"] == 8
     assert "with 32 images, is" in capsys.readouterr().out
-    plan = common.make_plan(pretrain.parse_args(argv), 1, 32)
-    assert log[-1]["lr"] == pytest.approx(plan.learning_rate(7), rel=1e-5)
+    plan = common.make_plan(pretrain.parse_args(argv), 1, 32)      # six steps of warm-up, not eight
+    assert [line["lr"] for line in log] == pytest.approx(
+        [plan.learning_rate(step) for step in range(8)], rel=1e-5)
     files = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     state, log = train(argv)
     assert "complete, " in capsys.readouterr().out and state["step"] == 8
@@ -3033,14 +3066,15 @@ def test_the_first_step_does_not_count_as_training_time(stage, monkeypatch, firs
     assert log[first + 1]["images_per_second"] == 8 * 4 / 1
 
 
+@pytest.mark.parametrize("flags, last", (("", 8), ("--max-steps 5", 5)))
 def test_a_signal_in_the_last_step_ends_a_run_that_is_complete(stage, tmp_path, monkeypatch,
-                                                              capsys):
+                                                              capsys, flags, last):
     """slurm.sh would put it into the queue again."""
     end_step = run.Run.end_step
     monkeypatch.setattr(run.Run, "end_step", lambda self, step, *args: (
-        step == 7 and self.signals.append(signal.SIGUSR1), end_step(self, step, *args))[1])
-    state, _ = train(stage("pretrain"))
-    assert state["step"] == 8 and "SIGUSR1" not in capsys.readouterr().out
+        step == last - 1 and self.signals.append(signal.SIGUSR1), end_step(self, step, *args))[1])
+    state, _ = train(stage("pretrain", flags))
+    assert state["step"] == last and "SIGUSR1" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ("segment", "ep"))
@@ -3340,9 +3374,10 @@ def test_a_long_name_of_a_run_folder_is_shortened_and_stays_unique(tmp_path):
     for name in names:
         (tmp_path / name).mkdir()
         assert re.fullmatch("linprobe_checkpoint=runs-ü+-[0-9a-f]{8}", name)
-    for letters, shortened in ((170, False), (171, True)):      # 200 bytes and 201
-        name = Path(linprobe.parse_args([f"runs/{'x' * letters}/a.pt"]).out).name
-        assert (name != f"linprobe_checkpoint=runs-{'x' * letters}-a.pt") == shortened
+    for letters, shortened in (      # 200 bytes and more
+            (170 * "x", False), (171 * "x", True), (85 * "ü", False), (86 * "ü", True)):
+        name = Path(linprobe.parse_args([f"runs/{letters}/a.pt"]).out).name
+        assert (name != f"linprobe_checkpoint=runs-{letters}-a.pt") == shortened
 
 
 @pytest.mark.parametrize("name, expected", (
