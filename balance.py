@@ -2,7 +2,7 @@
 
 Needs nothing but torch. w is fixed, or follows one of the paper's baselines, GradNorm and RLW.
 lambda is fixed, or follows the spread of the losses. All have three methods of the same names:
-`forward` gives the values of a step (w for a step's number, lambda for the step's w), `observe`
+`forward` gives the values of a step (w from the step's number, lambda from the step's w), `observe`
 sees what each micro-batch of the step gave, and `update` ends the step: what learns, learns there.
 """
 
@@ -93,16 +93,17 @@ class GradNorm(ObjectiveWeights):
 class Lambda(nn.Module):
     """lambda [L] of Eq. 7: fixed or, beyond the paper, std(loss) / `variation`.
 
-    Entry e is for expert e. Softmin uses the same entries, 0 for the token loss and 1 for the pixel
-    loss, even if there are fewer experts.
+    L is the length of `follows`. Entry e is for expert e. Softmin uses the same entries, 0 for the
+    token loss and 1 for the pixel loss, even if there are fewer experts.
 
     Patches whose losses differ by lambda differ in weight by a factor of e: if w is 1, weights that
     are free and minimize Eq. 5 and 7 are proportional to exp(-loss / lambda). So a router that knew
     the losses would have weights whose coefficient of variation is about `variation`, as long as
-    that is well below 1. The weights of a real router vary less.
+    that is well below 1. In dense encoding they would vary more, because Eq. 6 also counts the
+    visible patches, which have no loss. The weights of a real router vary less than that.
 
-    lambdas: the first entries; the last one given counts for the rest. They are used without
-    `variation`, and with it until a step has a finite std. follows: for each of the L entries, the
+    lambdas: at most L values; the last one is repeated for the remaining entries. They are used
+    without `variation`, and with it until a step has a finite std. follows: for each entry, the
     objective whose std and w set it, if there is a `variation`. With `times_w`, std / variation is
     multiplied by w: a router needs that, because Eq. 8 multiplies the loss by w, but not the
     entropy.

@@ -200,7 +200,10 @@ def add_run_flags(parser: argparse.ArgumentParser, *, batch_size: int, lr: float
 
 
 def add_epoch_flags(parser: argparse.ArgumentParser, *, epochs: int, warmup: int):
-    """The length of a run that counts in epochs; `warmup` epochs belong to the default length."""
+    """The length of a run that counts in epochs. A run of another length than `epochs` keeps the
+    share of the warm-up: `warmup` of `epochs`.
+    """
+    parser.set_defaults(warmup_share=warmup / epochs)
     group = parser.add_argument_group("length")
     group.add_argument("--epochs", type=positive_int, default=epochs, help="length of the run")
     group.add_argument(
@@ -210,17 +213,18 @@ def add_epoch_flags(parser: argparse.ArgumentParser, *, epochs: int, warmup: int
                        help="epochs between evaluations and kept checkpoints")
 
 
-def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None, stage: str,
-              warmup: float) -> argparse.Namespace:
+def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None, stage: str
+              ) -> argparse.Namespace:
     """Parses the flags of a stage that trains, names its run's folder after them, and sets a
-    warm-up that is not given to its share of the run, `warmup`.
+    warm-up that is not given to its share of the run.
     """
     args = parser.parse_args(argv, argparse.Namespace(stage=stage))
+    share = vars(args).pop("warmup_share")
     if not args.out:
         args.out = f"runs/{name_run(parser, args)}"
     for name, length in (("warmup_epochs", "epochs"), ("warmup_iterations", "iterations")):
         if hasattr(args, name) and getattr(args, name) is None:
-            setattr(args, name, getattr(args, length) * warmup)
+            setattr(args, name, getattr(args, length) * share)
     return args
 
 

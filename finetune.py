@@ -50,7 +50,7 @@ def parse_args(argv: list[str] | None = None):
                        help="pixels a side (default: the checkpoint's, else 224)")
     group.add_argument("--pool", choices=("cls", "mean"), default="cls",
                        help="what the head sees: [CLS], or the mean of the patch tokens")
-    args = common.parse_run(parser, argv, "finetune", warmup=5 / 100)
+    args = common.parse_run(parser, argv, "finetune")
     for name in ("model", "patch_size"):
         if args.checkpoint and getattr(args, name):
             parser.error(f"{common.flag(name)} is for training from scratch: CHECKPOINT has "

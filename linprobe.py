@@ -29,7 +29,7 @@ def parse_args(argv: list[str] | None = None):
                          clip_grad=0.0)
     common.add_epoch_flags(parser, epochs=100, warmup=10)
     finetune.add_supervised_flags(parser)
-    return common.parse_run(parser, argv, "linprobe", warmup=10 / 100)
+    return common.parse_run(parser, argv, "linprobe")
 
 
 class EfficientProbe(nn.Module):

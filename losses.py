@@ -87,13 +87,13 @@ def softmin_weights(patch_loss: Tensor, selected: Tensor, lambda_: Tensor | floa
     lambda > 0 in the unit of the loss -> weights [B, N], 0 where not selected. Patches whose
     losses differ by lambda differ in weight by a factor of e.
 
-    Let p be weights over the patches of an image that sum to 1. The sum of Eq. 5 and 7 for this
-    image is sum(p * loss) - lambda * H(p), if there is one expert, w is 1, and every token has a
-    loss. The p that minimize it are the weights of this function, divided by their sum. The
-    minimum is, up to a constant, -lambda * log(mean(exp(-loss / lambda))): a tilted loss with
-    negative tilt. Its gradient is that of the mean with these weights as constants. If gradients
-    flowed through the weights, losses would be pushed up where they exceed the weighted mean by
-    more than lambda.
+    Suppose that there is one expert, that w is 1, and that every token has a loss ([CLS] has none
+    in training). Let p be the weights of an image's patches, whose sum is 1. Then the sum of Eq. 5
+    and 7 for this image is sum(p * loss) - lambda * H(p). The p that minimize it are the weights of
+    this function, divided by their sum. The minimum is, up to a constant,
+    -lambda * log(mean(exp(-loss / lambda))): a tilted loss with negative tilt. Its gradient is that
+    of the mean with these weights as constants. If gradients flowed through the weights, losses
+    would be pushed up where they exceed the weighted mean by more than lambda.
     """
     # Relative to the smallest loss that counts, whose weight is 1: so not all weights can
     # underflow. A patch that does not count may cost less; unclamped, it would be 0 * inf.
@@ -148,10 +148,11 @@ def couple(score: Score, weight: Tensor, neutral: float | None = None
            ) -> tuple[Tensor, dict[str, Tensor]]:
     """Eq. 5: the mean of a patch loss over the selected patches, weighted -> (loss, metrics)
 
-    weight [B, N]. With `neutral`, the weighted losses are not divided by the sum of the weights:
-    this is the paper's ablation with combine weights, in which the router can make the loss vanish.
-    There, `neutral` is 1 / E, the weight of every patch if the router prefers no expert, by which
-    the metric "ratio", weighted over unweighted loss, is divided. So without a preference it is 1.
+    weight [B, N]. Metrics: the unweighted loss, the ratio of the weighted to the unweighted loss,
+    and the standard deviation of the patch losses. The paper's ablation with combine weights does
+    not divide by the sum of the weights, so the router can make the loss vanish. It is used if
+    `neutral` is given: the weight that each patch would have if the router preferred no expert,
+    1 / E. The ratio is divided by it, so that it is 1 for such a router.
     """
     if neutral is None:
         loss = routed_mean(score.patch_loss, weight * score.selected)

@@ -29,7 +29,7 @@ PRESETS = {
     "vit_large": dict(dim=1024, depth=24, heads=16),
 }
 DECODER = dict(dim=512, depth=8, heads=16)      # App. E
-LOSS_ROUTER_EXPERTS = 2      # one for the token loss, one for the pixel loss
+LOSS_ROUTER_EXPERTS = 2      # for the token loss and, in dense encoding, for the pixel loss
 
 
 # ----------------------------------------------------------------------------- Soft-MoE
@@ -315,7 +315,8 @@ class PixelDecoder(nn.Module):
 
         Sparse encoding: `patches` [B, V, D] are those whose indices are in ids_keep [B, V].
         Dense encoding: `patches` are all, [B, N, D], and ids_keep is None. In both, the decoder
-        sees the visible patches alone: the mask token replaces those where mask [B, N] is True.
+        sees the visible patches alone: the mask token replaces the others, where mask [B, N] is
+        True.
         """
         x = self.embed(patches)
         if ids_keep is not None:

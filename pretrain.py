@@ -121,7 +121,7 @@ def parse_args(argv: list[str] | None = None):
     group.add_argument("--gradnorm-lr", type=non_negative, default=0.025,
                        help="learning rate of the weights")
 
-    args = common.parse_run(parser, argv, "pretrain", warmup=40 / 300)
+    args = common.parse_run(parser, argv, "pretrain")
     check(parser, args)
     return args
 
@@ -182,7 +182,7 @@ def check(parser, args):
              "--loss-weights softmin needs an --entropy-weight above 0"),
             (lambda_given and len(args.entropy_weight) > count,
              f"--entropy-weight has {len(args.entropy_weight)} values for {count} lambdas"),
-            (by_router and 0 < count_experts(args) <= last,
+            (router and by_router and count_experts(args) <= last,
              f"--experts {args.experts}: expert {last} weights the {loss_of_expert(args)[last]} "
              f"loss, so there must be {last + 1}"),
             (set(args.loss_block or []) - set(blocks),
@@ -192,10 +192,9 @@ def check(parser, args):
 
 
 def loss_of_expert(args) -> dict[int, str]:
-    """{index of an expert: the patch loss that it is for}
+    """{expert: the patch loss that its weights or, with softmin, its lambda is for}
 
-    If the loss is weighted, then with the expert's weights or, by softmin, with its lambda. There
-    may be fewer experts.
+    This does not depend on --experts, so there may be no such expert. Softmin needs none.
     """
     losses = {0: "token"}
     # in sparse encoding, the patches of the pixel loss are no tokens of a router
@@ -217,8 +216,10 @@ def lambda_objectives(args) -> list[str]:
     loss, even without experts. Experts that weight nothing follow the token loss.
     """
     losses = loss_of_expert(args)
-    needed = 1 + max(losses) if args.loss_weights == "softmin" else 1
-    return [losses.get(i, "token") for i in range(max(count_experts(args), needed))]
+    count = max(1, count_experts(args))      # at least one, even if nothing uses it
+    if args.loss_weights == "softmin":
+        count = max(count, len(losses))
+    return [losses.get(expert, "token") for expert in range(count)]
 
 
 def build_student(args, teacher_dim: int, decoder: dict = DECODER) -> Explore:
@@ -307,8 +308,8 @@ def main(args):
         run.log.add({"objective_weights": w.clone()})       # GradNorm and RLW change w in place
         lambdas.update()
         if routers or args.loss_weights == "softmin":
-            # Already updated: with --variation, the one that the first step used is only a
-            # default, and would distort the mean in the log's first line.
+            # Lambda is logged after its update: with --variation, the lambda that the first step
+            # used is only a default, and would distort the mean in the log's first line.
             run.log.add({"lambda": lambdas(w)})
         if routers:
             run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
@@ -322,9 +323,9 @@ def compile_all(args, teacher: Teacher, student: Explore):
     """Compiles the models in place -> `explore_losses`, compiled, too, unless GradNorm is used
 
     GradNorm runs backward once for each objective, through the losses and what follows the
-    encoder's blocks, and a compiled graph can do that only once. --recompute calls each block by
-    itself, a second time in the backward pass. With either, the encoder's blocks are compiled one
-    by one, and the rest of the student is not.
+    encoder's blocks, and a compiled graph can do that only once. --recompute calls the blocks one
+    at a time, and again in the backward pass. With either, the encoder's blocks are compiled one by
+    one, and the rest of the student is not.
     """
     blockwise = args.balance == "gradnorm" or args.recompute
     for module in [teacher, *(student.encoder.blocks if blockwise else [student])]:
@@ -340,9 +341,10 @@ def next_commands(args) -> str:
 
 
 def warn_of_collapse(line: dict):
-    """Warns if weighting brings a loss far below its mean, which is how collapse shows.
+    """Warns if a weighted loss is far below the unweighted one, which is how collapse shows.
 
-    1 is neutral, and the paper's collapsed run had a ratio of 0.13; 0.2 is our limit.
+    Their ratio is 1 if all weights are equal. In the paper's collapsed run, it was 0.13; 0.2 is our
+    limit.
     """
     for name, value in line.items():
         if name.endswith("_ratio") and value < 0.2:

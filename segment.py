@@ -55,7 +55,8 @@ def parse_args(argv: list[str] | None = None):
     group.add_argument("--save-every", type=positive_int, default=8000,
                        help="steps between evaluations")
     finetune.add_transfer_flags(parser, layer_decay=0.85)
-    return common.parse_run(parser, argv, "segment", warmup=1500 / 160_000)
+    parser.set_defaults(warmup_share=1500 / 160_000)
+    return common.parse_run(parser, argv, "segment")
 
 
 # --------------------------------------------------------------------------------- data

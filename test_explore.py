@@ -859,6 +859,24 @@ def test_a_free_router_that_minimizes_equations_5_and_7_arrives_at_softmin_weigh
     assert torch.allclose(dispatch[..., 0], expected, rtol=1e-6)
 
 
+def test_free_weights_vary_by_v_and_more_where_the_entropy_counts_tokens_without_a_loss():
+    """std / V as lambda: a variation of V in sparse encoding, and above V / 0.4 in dense."""
+    loss, aim = rand(3, 50), 0.1
+    lambda_ = losses.patch_std(loss, torch.ones_like(loss)) / aim
+    found = {}
+    for other in (1, 76):      # [CLS] alone, or [CLS] and 75 visible patches, of 126 patches
+        logits = torch.zeros(3, other + 50, 1, dtype=torch.float64, requires_grad=True)
+        for _ in range(4000):
+            dispatch = logits.softmax(1)
+            total = losses.routed_mean(loss, losses.patch_weights(dispatch, 0, prefix=other))
+            total = total - lambda_ * losses.dispatch_entropy(dispatch).sum()
+            gradient, = torch.autograd.grad(total, logits)
+            logits.data -= 20 * gradient
+        found[other] = losses.dispatch_cv(dispatch[:, other:]).item()
+    assert found[1] == pytest.approx(aim, rel=0.1)
+    assert found[76] > aim * 126 / 50
+
+
 def test_softmin_weights_are_even_at_a_huge_lambda_and_one_patch_at_a_tiny_one():
     loss = torch.rand(4, 9) + 7
     selected = torch.ones(4, 9)
