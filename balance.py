@@ -1,4 +1,4 @@
-"""The weights of whole terms of Eq. 8: w of the objectives, and lambda of the entropies.
+"""The weights of whole terms of the loss: w of the objectives (Eq. 8), lambda of Eq. 7.
 
 Needs nothing but torch. w is fixed, or follows one of the paper's baselines, GradNorm and RLW.
 lambda is fixed, or follows the spread of the losses. All have three methods of the same names:
@@ -42,7 +42,7 @@ class RandomLossWeighting(ObjectiveWeights):
         self.seed = seed
 
     def forward(self, step: int) -> Tensor:
-        # runs of other seeds share no number for a million steps
+        # runs of different seeds seed no step alike, in a million steps
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         return self.weights.copy_(torch.randn(len(self.weights), generator=generator).softmax(0),
                                   non_blocking=True)
@@ -93,17 +93,18 @@ class GradNorm(ObjectiveWeights):
 class Lambda(nn.Module):
     """lambda [L] of Eq. 7: fixed or, beyond the paper, std(loss) / `variation`.
 
-    L is the length of `follows`. Entry e is for expert e. Softmin uses the same entries, 0 for the
+    L is the length of `follows`. Entry i is for expert i. Softmin uses the same entries, 0 for the
     token loss and 1 for the pixel loss, even if there are fewer experts.
 
-    Patches whose losses differ by lambda differ in weight by a factor of e: if w is 1, weights that
-    are free and minimize Eq. 5 and 7 are proportional to exp(-loss / lambda). So a router that knew
-    the losses would have weights whose coefficient of variation is about `variation`, as long as
-    that is well below 1. In dense encoding they would vary more, because Eq. 6 also counts the
-    visible patches, which have no loss. The weights of a real router vary less than that.
+    Patches whose losses differ by lambda differ in weight by a factor of e = 2.718: if w is 1, the
+    weights that minimize the sum of Eq. 5 and 7 are proportional to exp(-loss / lambda). So a
+    router that knew the losses would have weights whose coefficient of variation is about
+    `variation`, as long as that is well below 1. In dense encoding they would vary more: if the
+    masked patches, which alone have a loss, hold the share m of the weight, the entropy among them
+    counts m times in Eq. 6, as if lambda were m * lambda. A real router's weights vary less.
 
-    lambdas: at most L values; the last one is repeated for the remaining entries. They are used
-    without `variation`, and with it until a step has a finite std. follows: for each entry, the
+    lambdas: at most L values; the last one is repeated for the remaining entries. With
+    `variation`, they serve only until a step has a finite std. follows: for each entry, the
     objective whose std and w set it, if there is a `variation`. With `times_w`, std / variation is
     multiplied by w: a router needs that, because Eq. 8 multiplies the loss by w, but not the
     entropy.

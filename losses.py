@@ -1,8 +1,9 @@
 """The losses of ExPLoRe: what each patch costs, and how much it counts.
 
-Needs nothing but torch. `explore_losses` computes the terms of Eq. 8 in three steps: score
-(Eq. 1 to 3), couple (Eq. 5), regularize (Eq. 6 and 7). The caller multiplies the losses by
-their weights w and adds up. Where the printed Eq. 8 differs from Eq. 5, Eq. 5 holds.
+Needs nothing but torch. `explore_losses` computes the losses of Eq. 8, and what regularizes
+routers, in three steps: score (Eq. 1 to 3), couple (Eq. 5), regularize (Eq. 6 and 7). The caller
+multiplies the losses by their weights w, and adds them and the regularizer. Where the printed
+Eq. 8 differs from Eq. 5, Eq. 5 holds.
 
 Shapes: B images, N patches, V of them visible, T tokens of the student with [CLS] first, E
 experts, D features, K objectives. Patch losses and weights are [B, N], or [B, V] where they
@@ -63,11 +64,12 @@ def routed_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
     return ((weight * patch_loss).sum(1) / weight.sum(1)).mean()
 
 
-def patch_weights(routed: Tensor, expert: int, detach: bool = False, prefix: int = 1) -> Tensor:
-    """The coupling: how much each patch counts in the loss that `expert` weights.
+def patch_weights(routing_weights: Tensor, expert: int, detach: bool = False, prefix: int = 1
+                  ) -> Tensor:
+    """The coupling: how much each patch counts in the loss that belongs to `expert`.
 
-    routed [B, T, E], a router's dispatch weights or, in an ablation of the paper, its combine
-    weights -> weights [B, T - prefix], without the first `prefix` tokens, such as [CLS] and
+    routing_weights [B, T, E], a router's dispatch weights or, in an ablation of the paper, its
+    combine weights -> weights [B, T - prefix], without the first `prefix` tokens, such as [CLS] and
     registers, which have no patch loss. Detached weights still weight the loss, but send the
     router no gradient: this is the paper's main ablation. The router of a SoftMoE then learns from
     the experts' outputs and from the regularizer, a loss router from the regularizer alone.
@@ -75,7 +77,7 @@ def patch_weights(routed: Tensor, expert: int, detach: bool = False, prefix: int
     # 1e-30 avoids 0 / 0 when no weight is on the selected patches, but all on [CLS], say: they then
     # count alike. It is far below any weight that matters, and far above the smallest normal
     # float32, 1e-38.
-    weight = routed[:, prefix:, expert] + 1e-30
+    weight = routing_weights[:, prefix:, expert] + 1e-30
     return weight.detach() if detach else weight
 
 
@@ -91,9 +93,9 @@ def softmin_weights(patch_loss: Tensor, selected: Tensor, lambda_: Tensor | floa
     in training). Let p be the weights of an image's patches, whose sum is 1. Then the sum of Eq. 5
     and 7 for this image is sum(p * loss) - lambda * H(p). The p that minimize it are the weights of
     this function, divided by their sum. The minimum is, up to a constant,
-    -lambda * log(mean(exp(-loss / lambda))): a tilted loss with negative tilt. Its gradient is that
-    of the mean with these weights as constants. If gradients flowed through the weights, losses
-    would be pushed up where they exceed the weighted mean by more than lambda.
+    -lambda * log(mean(exp(-loss / lambda))): a tilted loss with negative tilt. Its gradient is
+    that of Eq. 5 with these weights, detached. If gradients flowed through the weights, losses that
+    exceed the weighted mean by more than lambda would be pushed up.
     """
     # Relative to the smallest loss that counts, whose weight is 1: so not all weights can
     # underflow. A patch that does not count may cost less; unclamped, it would be 0 * inf.
@@ -149,10 +151,10 @@ def couple(score: Score, weight: Tensor, neutral: float | None = None
     """Eq. 5: the mean of a patch loss over the selected patches, weighted -> (loss, metrics)
 
     weight [B, N]. Metrics: the unweighted loss, the ratio of the weighted to the unweighted loss,
-    and the standard deviation of the patch losses. The paper's ablation with combine weights does
-    not divide by the sum of the weights, so the router can make the loss vanish. It is used if
-    `neutral` is given: the weight that each patch would have if the router preferred no expert,
-    1 / E. The ratio is divided by it, so that it is 1 for such a router.
+    and the standard deviation of the patch losses. `neutral` is for the paper's ablation with
+    combine weights: if it is given, the loss is not divided by the sum of the weights, so a router
+    can make it vanish. Its value is 1 / E, the weight of each patch if the router prefers no
+    expert. The ratio is divided by `neutral`, so such a router has a ratio of 1.
     """
     if neutral is None:
         loss = routed_mean(score.patch_loss, weight * score.selected)
@@ -167,7 +169,7 @@ def couple(score: Score, weight: Tensor, neutral: float | None = None
 
 def regularize(routing: dict[str, Tensor], lambdas: Tensor, entropy_on: str,
                importance_weight: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Eq. 7 and the importance loss, which see the router alone -> (their sum, metrics)
+    """Eq. 7 and the importance loss, which depend on the router alone -> (their sum, metrics)
 
     routing: see `stack_routings`. lambdas [E].
     """
@@ -264,12 +266,11 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     # Couple (Eq. 5): the mean of each patch loss, weighted by its expert.
     routing = stack_routings(pred, loss_block)
     experts = routing["dispatch"].shape[-1] if routing else 0
-    # A single lambda is repeated, once for each expert and at least twice, because softmin may use
-    # two. Eq. 7 uses those of the experts.
+    # A single lambda counts for all experts, and for two losses with softmin, even without experts.
     lambdas = lambdas * targets.new_ones(max(2, experts))
     weights = None
     if routing and loss_weights not in ("uniform", "softmin"):
-        weights = routing[loss_weights].mean(0)                # [B, T, E]
+        weights = routing[loss_weights].mean(0)      # the mean over blocks, [B, T, E]
     neutral = 1 / experts if experts and loss_weights == "combine" else None
     metrics = {}
     for name, score in scores.items():

@@ -170,8 +170,8 @@ def check(parser, args):
         parser.error(str(error))
     patches = (args.image_size // args.patch_size) ** 2
     masked = int(args.mask_ratio * patches)
-    count = len(lambda_objectives(args))
-    last = max(loss_of_expert(args))
+    lambda_count = len(lambda_objectives(args))
+    last_expert = max(loss_of_expert(args))      # that a loss needs
     for wrong, message in (
             (not 0 < masked < patches,
              f"--mask-ratio {args.mask_ratio} masks {masked} of {patches} patches: at least one "
@@ -180,11 +180,11 @@ def check(parser, args):
              "--loss-weights softmin needs --entropy-weight or --variation"),
             (softmin and min(args.entropy_weight) == 0,
              "--loss-weights softmin needs an --entropy-weight above 0"),
-            (lambda_given and len(args.entropy_weight) > count,
-             f"--entropy-weight has {len(args.entropy_weight)} values for {count} lambdas"),
-            (router and by_router and count_experts(args) <= last,
-             f"--experts {args.experts}: expert {last} weights the {loss_of_expert(args)[last]} "
-             f"loss, so there must be {last + 1}"),
+            (lambda_given and len(args.entropy_weight) > lambda_count,
+             f"--entropy-weight has {len(args.entropy_weight)} values for {lambda_count} lambdas"),
+            (router and by_router and count_experts(args) <= last_expert,
+             f"--experts {args.experts}: expert {last_expert} weights the "
+             f"{loss_of_expert(args)[last_expert]} loss, so there must be {last_expert + 1}"),
             (set(args.loss_block or []) - set(blocks),
              f"--loss-block {args.loss_block}: the MoE blocks are {blocks}")):
         if wrong:
@@ -313,7 +313,7 @@ def main(args):
             run.log.add({"lambda": lambdas(w)})
         if routers:
             run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
-        balance.update()
+        balance.update()      # the last that uses w, because GradNorm changes it in place
         # saves and logs if it is time, and stops after a signal
         warn_of_collapse(run.end_step(step))
     run.report(next_commands(args))
@@ -335,7 +335,7 @@ def compile_all(args, teacher: Teacher, student: Explore):
 
 def next_commands(args) -> str:
     out, where = shlex.quote(args.out), f"--data {shlex.quote(args.data)}"
-    routing = f"python routing.py {out}/last.pt {where} && " if count_experts(args) else ""
+    routing = f"python routing.py {out}/last.pt {where}; " if count_experts(args) else ""
     return (f"next: {routing}python plot.py {out}; with labels: "
             f"python knn.py {out}/epoch_*.pt {where}")
 
@@ -343,7 +343,7 @@ def next_commands(args) -> str:
 def warn_of_collapse(line: dict):
     """Warns if a weighted loss is far below the unweighted one, which is how collapse shows.
 
-    Their ratio is 1 if all weights are equal. In the paper's collapsed run, it was 0.13; 0.2 is our
+    Without a preference, the ratio is 1. In the paper's collapsed run, it was 0.13; 0.2 is our
     limit.
     """
     for name, value in line.items():

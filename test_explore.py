@@ -3289,9 +3289,10 @@ def test_the_next_commands_can_be_pasted(stage, photos, tmp_path, capsys):
     folder = str(shutil.copytree(Path(photos, "train", "class_0"), tmp_path / "my photos"))
     train(stage("pretrain", "--max-steps 1", "--data", folder))
     pictures, scores = capsys.readouterr().out.rsplit("next: ", 1)[1].split("; with labels: ")
+    heatmaps, curves = pictures.split("; ")
     run = f"{tmp_path}/run"
-    assert shlex.split(pictures) == ["python", "routing.py", f"{run}/last.pt", "--data", folder,
-                                     "&&", "python", "plot.py", run]
+    assert shlex.split(heatmaps) == ["python", "routing.py", f"{run}/last.pt", "--data", folder]
+    assert shlex.split(curves) == ["python", "plot.py", run]
     assert shlex.split(scores) == ["python", "knn.py", f"{run}/epoch_*.pt", "--data", folder]
 
 
