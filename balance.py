@@ -42,7 +42,7 @@ class RandomLossWeighting(ObjectiveWeights):
         self.seed = seed
 
     def forward(self, step: int) -> Tensor:
-        # runs of different seeds seed no step alike, in a million steps
+        # no number is used by runs of two seeds, as long as they have less than a million steps
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         return self.weights.copy_(torch.randn(len(self.weights), generator=generator).softmax(0),
                                   non_blocking=True)
@@ -64,7 +64,7 @@ class GradNorm(ObjectiveWeights):
         self.register_buffer("first", torch.zeros_like(weights))      # 0 until it is known
         self.shared = list(shared.parameters())
         self.alpha, self.lr, self.scaler = alpha, lr, scaler
-        self.observed = []      # of each micro-batch, [K, 1 + P]: losses, gradients at `shared`
+        self.observed = []      # of each micro-batch, [K, 1 + P]: losses, P gradients
 
     def observe(self, losses: Tensor):
         # Without the scale, small gradients would be zero in FP16. get_scale() would make the host
@@ -100,8 +100,9 @@ class Lambda(nn.Module):
     weights that minimize the sum of Eq. 5 and 7 are proportional to exp(-loss / lambda). So a
     router that knew the losses would have weights whose coefficient of variation is about
     `variation`, as long as that is well below 1. In dense encoding they would vary more: if the
-    masked patches, which alone have a loss, hold the share m of the weight, the entropy among them
-    counts m times in Eq. 6, as if lambda were m * lambda. A real router's weights vary less.
+    masked patches, which alone have a loss, hold a share m < 1 of the weight, the entropy among
+    them has the factor m in Eq. 6, as if lambda were smaller, m * lambda. A real router's weights
+    vary less.
 
     lambdas: at most L values; the last one is repeated for the remaining entries. With
     `variation`, they serve only until a step has a finite std. follows: for each entry, the

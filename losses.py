@@ -74,9 +74,9 @@ def patch_weights(routing_weights: Tensor, expert: int, detach: bool = False, pr
     router no gradient: this is the paper's main ablation. The router of a SoftMoE then learns from
     the experts' outputs and from the regularizer, a loss router from the regularizer alone.
     """
-    # 1e-30 avoids 0 / 0 when no weight is on the selected patches, but all on [CLS], say: they then
-    # count alike. It is far below any weight that matters, and far above the smallest normal
-    # float32, 1e-38.
+    # 1e-30 avoids 0 / 0 when [CLS], for example, has all the weight: the selected patches then count
+    # alike. It is far below any weight that matters, and far above the smallest normal float32,
+    # 1e-38.
     weight = routing_weights[:, prefix:, expert] + 1e-30
     return weight.detach() if detach else weight
 
@@ -89,8 +89,8 @@ def softmin_weights(patch_loss: Tensor, selected: Tensor, lambda_: Tensor | floa
     lambda > 0 in the unit of the loss -> weights [B, N], 0 where not selected. Patches whose
     losses differ by lambda differ in weight by a factor of e.
 
-    Suppose that there is one expert, that w is 1, and that every token has a loss ([CLS] has none
-    in training). Let p be the weights of an image's patches, whose sum is 1. Then the sum of Eq. 5
+    Suppose that there is one expert, that w is 1, and that every token has a patch loss. (In
+    training, [CLS] has none, so what follows holds nearly.) Let p be the weights of an image's patches, whose sum is 1. Then the sum of Eq. 5
     and 7 for this image is sum(p * loss) - lambda * H(p). The p that minimize it are the weights of
     this function, divided by their sum. The minimum is, up to a constant,
     -lambda * log(mean(exp(-loss / lambda))): a tilted loss with negative tilt. Its gradient is
@@ -153,8 +153,8 @@ def couple(score: Score, weight: Tensor, neutral: float | None = None
     weight [B, N]. Metrics: the unweighted loss, the ratio of the weighted to the unweighted loss,
     and the standard deviation of the patch losses. `neutral` is for the paper's ablation with
     combine weights: if it is given, the loss is not divided by the sum of the weights, so a router
-    can make it vanish. Its value is 1 / E, the weight of each patch if the router prefers no
-    expert. The ratio is divided by `neutral`, so such a router has a ratio of 1.
+    can make it vanish. `neutral` is 1 / E, the weight of each patch if the router prefers no
+    expert. The ratio is divided by it, so a router without a preference has a ratio of 1.
     """
     if neutral is None:
         loss = routed_mean(score.patch_loss, weight * score.selected)
@@ -267,7 +267,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     routing = stack_routings(pred, loss_block)
     experts = routing["dispatch"].shape[-1] if routing else 0
     # A single lambda counts for all experts, and for two losses with softmin, even without experts.
-    lambdas = lambdas * targets.new_ones(max(2, experts))
+    lambdas = lambdas + targets.new_zeros(max(2, experts))
     weights = None
     if routing and loss_weights not in ("uniform", "softmin"):
         weights = routing[loss_weights].mean(0)      # the mean over blocks, [B, T, E]

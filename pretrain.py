@@ -171,7 +171,7 @@ def check(parser, args):
     patches = (args.image_size // args.patch_size) ** 2
     masked = int(args.mask_ratio * patches)
     lambda_count = len(lambda_objectives(args))
-    last_expert = max(loss_of_expert(args))      # that a loss needs
+    last_expert = max(loss_of_expert(args))      # the highest that a loss needs
     for wrong, message in (
             (not 0 < masked < patches,
              f"--mask-ratio {args.mask_ratio} masks {masked} of {patches} patches: at least one "
@@ -313,7 +313,7 @@ def main(args):
             run.log.add({"lambda": lambdas(w)})
         if routers:
             run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
-        balance.update()      # the last that uses w, because GradNorm changes it in place
+        balance.update()      # after all that reads w: GradNorm changes it in place
         # saves and logs if it is time, and stops after a signal
         warn_of_collapse(run.end_step(step))
     run.report(next_commands(args))
@@ -323,9 +323,9 @@ def compile_all(args, teacher: Teacher, student: Explore):
     """Compiles the models in place -> `explore_losses`, compiled, too, unless GradNorm is used
 
     GradNorm runs backward once for each objective, through the losses and what follows the
-    encoder's blocks, and a compiled graph can do that only once. --recompute calls the blocks one
-    at a time, and again in the backward pass. With either, the encoder's blocks are compiled one by
-    one, and the rest of the student is not.
+    encoder's blocks, and a compiled graph can do that only once. --recompute calls each block
+    again in the backward pass, so the block is what is compiled. With either, the encoder's blocks
+    are compiled one by one, and the rest of the student is not.
     """
     blockwise = args.balance == "gradnorm" or args.recompute
     for module in [teacher, *(student.encoder.blocks if blockwise else [student])]:
