@@ -996,6 +996,18 @@ def test_gradnorm_helps_the_objective_that_lags_whatever_the_scale_of_fp16():
     assert gradnorm_weights(ONES, LAGS, scale=1024.0) == [first, second]
 
 
+def test_gradnorm_sees_gradients_that_would_be_zero_in_fp16():
+    """Below 2 ** -25, unless they are scaled; what it keeps has no scale."""
+    tiny = torch.tensor([[3.0, 5.0, 0.0], [-7.0, 1.0, 2.0]]) * 2.0 ** -30
+    assert not tiny.half().any()
+    shared = nn.ParameterList([torch.zeros(3)])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 16)
+    gradnorm = balance.GradNorm(torch.ones(2), shared, 1.0, 0.01, scaler)
+    values = torch.tensor([2.0, 11.0])
+    gradnorm.observe(values + tiny @ shared[0].half().float())      # its gradient is in FP16
+    assert torch.equal(gradnorm.observed[0], torch.cat([values[:, None], tiny], 1))
+
+
 def test_gradnorm_survives_numbers_that_are_not_finite():
     wrong = ([math.nan, 0.1], [[1.0], [math.inf]])
     assert gradnorm_weights(ONES, LAGS, wrong) == gradnorm_weights(ONES, LAGS)
