@@ -3187,6 +3187,39 @@ def test_long_epochs_are_saved_by_the_clock(stage, monkeypatch, minutes, steps):
     assert files[-2:] == [("epoch_0002.pt", 8), ("last.pt", 8)]
 
 
+def another_process(monkeypatch, step, *seen):
+    """In this step, where processes compare as many values, another one has these."""
+    def largest(process, *values, alone=common.Process.largest):
+        return list(map(max, values, seen)) if len(values) == len(seen) else alone(process, *values)
+    for at, function in ((step, largest), (step + 1, common.Process.largest)):
+        at_step(monkeypatch, at, functools.partial(
+            monkeypatch.setattr, common.Process, "largest", function))
+
+
+def test_all_processes_save_when_the_clock_of_one_says_so(stage, monkeypatch):
+    another_process(monkeypatch, 2, True, 0)      # last.pt is old, there is no signal
+    saves = spy(monkeypatch, torch, "save")
+    train(stage("pretrain"))
+    assert [each.args[0]["step"] for each in saves if "last.pt" in each.args[1].name] == [3, 8]
+
+
+def test_all_processes_leave_when_one_gets_a_signal(stage, monkeypatch, tmp_path, capsys):
+    another_process(monkeypatch, 2, False, float(signal.SIGTERM))
+    with pytest.raises(SystemExit) as stop:
+        train(stage("pretrain"))
+    said = f"SIGTERM: {tmp_path / 'run' / 'last.pt'} holds step 3; the same command resumes"
+    assert stop.value.code == 0 and said in capsys.readouterr().out
+
+
+def test_no_process_saves_when_one_holds_a_nan(stage, monkeypatch, capsys, tmp_path):
+    another_process(monkeypatch, 4, True)
+    error = refusal(capsys, "pretrain", *stage("pretrain", "--save-minutes 1e-9"))
+    last = tmp_path / "run" / "last.pt"
+    assert error.startswith("step 5: the model or the optimizer holds a NaN or infinity; "
+                            f"{last} holds step 4")
+    assert checkpoint.load_checkpoint(last)["step"] == 4
+
+
 def test_the_best_checkpoint_is_that_of_the_highest_score_also_after_a_restart(
         stage, monkeypatch, tmp_path):
     scores = iter([dict(top1=50.0, top5=90.0), dict(top1=80.0, top5=85.0),
