@@ -76,7 +76,8 @@ def first_to_say(message: str) -> bool:
         return os.environ.get("LOCAL_RANK", "0") == "0"
     with contextlib.suppress(Exception):      # without the first process, nobody keeps count
         store = dist.distributed_c10d._get_default_store()
-        machine = socket.gethostname() + os.environ.get("GROUP_RANK", "")
+        # two words, because number 11 of the name node1 is not number 1 of the name node11
+        machine = socket.gethostname(), os.environ.get("GROUP_RANK")
         return store.add(f"{machine}: {message}", 1) == 1
     return True
 

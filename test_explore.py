@@ -1977,6 +1977,21 @@ def test_each_machine_prints_an_error_once(monkeypatch, capsys, rank, local_rank
     assert ("--epochs: 0 is outside" in capsys.readouterr().err) == says
 
 
+def test_processes_that_know_each_other_tell_machines_apart_by_name_and_number(monkeypatch):
+    """Slurm gives no number, and machines of two torchrun may have one name."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(common.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(common.dist.distributed_c10d, "_get_default_store", lambda: store)
+    for name, number in itertools.product(("node1", "node11"), ("0", "1", "11", None)):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        if number:
+            monkeypatch.setenv("GROUP_RANK", number)
+        else:
+            monkeypatch.delenv("GROUP_RANK")
+        assert [common.first_to_say("no such disk") for _ in range(3)] == [True, False, False]
+        assert common.first_to_say("no such file")
+
+
 def test_each_step_and_rank_has_random_numbers_of_its_own():
     drawn = {}
     for key in ((1, 0, 0), (1, 1, 0), (1, 0, 1), (2, 0, 0), (1, 0, 0)):
