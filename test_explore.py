@@ -4164,6 +4164,8 @@ def test_heatmaps_show_each_experts_weights_over_each_image(write_student, drawn
 @pytest.mark.usefixtures("no_pictures")
 def test_two_checkpoints_stand_side_by_side(write_student, tmp_path, capsys):
     argv = [write_student("coupled"), write_student("detached", teacher="nowhere.pt")]
+    (tmp_path / "link").symlink_to(tmp_path / "coupled")
+    argv[0] = str(tmp_path / "link" / "last.pt")
     coupled, detached = show(*argv, "--out", str(tmp_path / "both"))
     printed = capsys.readouterr().out
     assert [coupled["name"], detached["name"]] == ["coupled/last", "detached/last"]
@@ -4359,12 +4361,20 @@ def test_supervised_runs_have_loss_and_scores(write_run, tmp_path, monkeypatch):
     pictures.Figure.return_value.savefig.assert_called_with(tmp_path / "new/curves.png", dpi=90)
 
 
+def test_a_run_that_is_given_through_a_link_has_its_knn_accuracies(write_run, tmp_path):
+    folder = write_run("a", token=[0.4, 0.2])
+    (tmp_path / "link").symlink_to(folder)
+    assert plot.read_run(str(tmp_path / "link")) == plot.read_run(folder)
+    assert plot.read_run(folder)[2:] == [{"epoch": 1, "knn": 20}, {"epoch": 2, "knn": 30}]
+
+
 def test_rows_of_knn_that_an_earlier_version_wrote_are_drawn_where_they_are_clear(
         write_run, tmp_path, monkeypatch, capsys):
     """They had no path and no epoch."""
     folder = write_run("a", token=[0.4, 0.2])
     monkeypatch.chdir(tmp_path)
-    rows = [("a/epoch_0001.pt", 20.0), ("a/last.pt", 30.0), ("other/a/epoch_0002.pt", 40.0),
+    Path("link").symlink_to("a")
+    rows = [("link/epoch_0001.pt", 20.0), ("a/last.pt", 30.0), ("other/a/epoch_0002.pt", 40.0),
             ("b/epoch_0002.pt", 50.0)]
     Path(folder, "knn.jsonl").write_text("".join(
         json.dumps({"checkpoint": path, "top1": top1}) + "\n" for path, top1 in rows))
@@ -4376,11 +4386,13 @@ def test_knn_says_which_checkpoint_it_measured(stage, tmp_path, monkeypatch):
     play("pretrain", stage("pretrain", "--max-steps 5 --save-every 1"))
     monkeypatch.chdir(tmp_path)
     encoder, *flags = stage("knn", "-k 32")      # all training images
-    knn.main(knn.parse_args(["run/last.pt", "run/epoch_0001.pt", encoder, *flags]))
+    Path("link").symlink_to("run")
+    knn.main(knn.parse_args(["run/last.pt", "link/epoch_0001.pt", encoder, *flags]))
     rows = [json.loads(line) for line in Path("run/knn.jsonl").read_text().splitlines()]
     assert [(row["step"], row["epoch"]) for row in rows] == [(5, 1.25), (4, 1.0), (None, None)]
-    assert [row["checkpoint"] for row in rows] == ["run/last.pt", "run/epoch_0001.pt", encoder]
-    assert rows[0]["path"] == str(tmp_path.resolve() / "run" / "last.pt")
+    assert [row["checkpoint"] for row in rows] == ["run/last.pt", "link/epoch_0001.pt", encoder]
+    for row, name in zip(rows, ("last.pt", "epoch_0001.pt")):
+        assert row["path"] == str(tmp_path.resolve() / "run" / name)
 
 
 @pytest.mark.parametrize("file", ("log", "knn"))
