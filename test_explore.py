@@ -3827,7 +3827,10 @@ def test_upernet_is_a_pooled_top_a_pyramid_from_the_top_down_and_an_auxiliary_he
     logits, auxiliary = net(maps)
     assert torch.allclose(logits, net.classify[1](fused))
     assert torch.allclose(auxiliary, net.auxiliary[2](net.auxiliary[0](maps[2])))
-    assert net.classify[0].p == net.auxiliary[1].p == 0.1
+    for dropout in (net.classify[0], net.auxiliary[1]):
+        dropped = dropout.train()(torch.ones(200, 7, 3, 5))
+        assert (dropped == dropped[:, :, :1, :1]).all()      # whole channels of an image
+        assert (dropped == 0).float().mean().item() == pytest.approx(0.1, abs=0.03)
 
 
 def test_features_come_from_the_blocks_that_the_release_takes():
