@@ -1883,6 +1883,7 @@ def test_crops_of_very_long_or_small_images_are_their_middle(height, width, expe
 def test_flip_and_color_jitter_are_torchvisions_image_by_image():
     image = torch.randint(0, 256, (5, 3, 8, 11), dtype=torch.uint8)
     factors = 0.6 + 0.8 * torch.rand(5, 3)
+    factors[:3] = torch.tensor([[1.4, 1.4, 1.4], [0.6, 0.6, 0.6], [0.6, 1.4, 1.4]])
     flip = torch.tensor([True, False, True, False, False])
     ours = data.augment(dict(image=image, flip=flip, jitter=factors))
     for i, (brightness, contrast, saturation) in enumerate(factors.tolist()):
@@ -1890,6 +1891,7 @@ def test_flip_and_color_jitter_are_torchvisions_image_by_image():
         theirs = TF.adjust_brightness(theirs, brightness)
         theirs = TF.adjust_saturation(TF.adjust_contrast(theirs, contrast), saturation)
         assert torch.allclose(ours[i], theirs, atol=1e-5)
+    assert ours.min() == 0 and ours.max() == 1      # each of the first three goes beyond a limit
 
 
 @pytest.mark.parametrize("size, shorter", ((224, 256), (112, 128), (32, 37)))
@@ -3940,6 +3942,28 @@ def test_photometric_distortion_is_mmsegmentations():
         hue, _, _ = colorsys.rgb_to_hsv(*after[0].tolist())
         assert (hue - color[0] + 0.5) % 1 - 0.5 == pytest.approx(turn, abs=0.01)
         assert after[1].tolist() == [expected] * 3
+
+
+def test_photometric_distortion_ends_where_a_byte_does_and_hues_go_round():
+    def distort(image, offset, contrast, saturation, turn, first=True):
+        rng = Mock(uniform=Mock(side_effect=[offset, contrast, saturation, turn]),
+                   random=Mock(side_effect=[0.25, 0.25, 0.25 if first else 0.75, 0.25, 0.25]))
+        return segment.photometric_distortion(rng, image)
+    byte = np.arange(256)
+    gray = torch.from_numpy(byte.astype(np.uint8)).expand(3, 1, 256)
+    for offset, contrast, first in itertools.product((-32.0, 0.0, 32.0), (0.5, 1.0, 1.5),
+                                                      (True, False)):
+        expected = np.clip(np.clip(byte + offset, 0, 255) * contrast, 0, 255).astype(np.uint8)
+        found = distort(gray, offset, contrast, 1.0, 0.0, first)
+        assert (found.numpy() == expected).all(), (offset, contrast, first)
+    colors = np.stack([byte, byte * 7 % 256, 0 * byte + 200], -1)[None].astype(np.uint8)
+    image = TF.pil_to_tensor(Image.fromarray(colors, "HSV").convert("RGB"))
+    h, s, v = np.moveaxis(np.array(TF.to_pil_image(image).convert("HSV")).astype(int), 2, 0)
+    for turn, steps, saturation in ((0.1, 26, 1.5), (-0.1, -26, 0.5)):      # 25.6 of 256
+        turned = (h + steps) % 256, np.rint(s * saturation).clip(0, 255), v
+        expected = Image.fromarray(np.stack(turned, -1).astype(np.uint8), "HSV").convert("RGB")
+        found = distort(image, 0.0, 1.0, saturation, turn)
+        assert torch.equal(found, TF.pil_to_tensor(expected))
 
 
 @pytest.mark.parametrize("left, drawn, first", (
