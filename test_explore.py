@@ -1273,6 +1273,15 @@ def test_code_in_a_file_never_runs(tmp_path, capsys, photos, monkeypatch):
     assert not Path("sprung").exists()
 
 
+def test_a_checkpoint_that_was_saved_on_a_gpu_is_read_into_the_memory_of_the_cpu(tmp_path,
+                                                                                 monkeypatch):
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+    path = Path(write_checkpoint(tmp_path / "x.pt"))
+    assert b"cuda:0" in path.read_bytes()
+    state = checkpoint.load_checkpoint(path)["model"]
+    assert {value.device.type for value in state.values()} == {"cpu"}
+
+
 def test_position_embeddings_resize_to_another_grid_as_timms():
     from timm.layers import resample_abs_pos_embed
     embed = torch.randn(1, 17, 3)
