@@ -2486,7 +2486,7 @@ ODD = ("--max-steps 3 --epochs 3 --warmup-epochs 0.5 --lr 0.01 --min-lr 0.002 --
     "--loss-router --experts 0 --encoding dense --objective token_pixel --entropy-weight 0.2 0.1",
     "--loss-weights softmin --entropy-weight 0.03 0.2 --experts 0 --objective token_pixel",
     "--loss-weights softmin --variation 0.5 --encoding dense --objective token_pixel "
-    "--balance gradnorm --gradnorm-lr 0.3",
+    "--balance gradnorm --gradnorm-lr 0.3 --experts 1",
     "--loss-weights uniform --balance gradnorm --gradnorm-alpha 0 --gradnorm-lr 0.1 "
     "--image-size 48"))
 def test_pretraining_equals_a_plain_loop(stage, monkeypatch, flags):
