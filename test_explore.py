@@ -507,6 +507,18 @@ def test_the_loss_router_teaches_the_encoder_too():
     assert student.encoder.blocks[0].attn.qkv.weight.grad.any()
 
 
+def test_moe_blocks_may_be_given_in_any_order_and_twice():
+    """The last one is that of the highest number, wherever it was given."""
+    encoder = nano(experts=2, moe_blocks=[3, 0, 3, 2])
+    assert encoder.moe_blocks == encoder.config["moe_blocks"] == [0, 2, 3]
+    _, routed = encoder(torch.rand(2, 3, 32, 32))
+    assert list(routed) == [0, 2, 3]
+    pred = model.Prediction(None, None, routed, None, None)
+    assert torch.equal(losses.stack_routings(pred, None)["dispatch"][0], routed[3].dispatch)
+    routers = routing.find_routers(model.Explore(encoder, 5))
+    assert routing.choose_block({"args": {}}, list(routers), None) == 3
+
+
 def test_drop_path_rises_with_depth_drops_branches_and_keeps_the_expectation():
     vit = nano(drop_path=0.3)
     assert isinstance(vit.blocks[0].drop_path, nn.Identity)
@@ -3396,6 +3408,22 @@ def test_training_on_the_first_batch_alone_lowers_the_loss_and_logs_the_diagnost
     for name in ("entropy", "dispatch_cv", "cls_share", "scale", "objective_weights"):
         assert len(last[name]) == 2      # experts, MoE blocks, objectives
     assert last["loader_wait"] == 0
+
+
+def test_scales_are_logged_in_the_order_of_blocks_and_then_that_of_the_loss_router(stage,
+                                                                                   monkeypatch):
+    def build(args, teacher_dim):
+        student = small_decoder(args, teacher_dim)
+        for i in student.encoder.moe_blocks:
+            student.encoder.blocks[i].mlp.scale.data.fill_(5 - i)
+        student.loss_router.scale.data.fill_(9)
+        return student
+    monkeypatch.setattr(pretrain, "build_student", build)
+    state, log = train(stage("pretrain", "--max-steps 1 --loss-router --moe-blocks 3 0 2"))
+    names = [*(f"encoder.blocks.{i}.mlp.scale" for i in (0, 2, 3)), "loss_router.scale"]
+    expected = [state["model"][name].item() for name in names]      # after the step
+    assert log[0]["scale"] == pytest.approx(expected, rel=1e-5)
+    assert expected == pytest.approx([5, 3, 2, 9], abs=0.1)
 
 
 def test_a_resumed_run_repeats_the_same_batch(stage, monkeypatch):
