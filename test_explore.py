@@ -3320,17 +3320,30 @@ def test_fewer_wrong_numbers_are_left_out_and_counted(stage, monkeypatch):
     assert [line["skipped"] for line in log] == [7, 4]
 
 
-def test_a_nan_in_the_optimizers_state_alone_is_not_saved(stage, capsys, monkeypatch, tmp_path):
+def test_one_nan_in_the_optimizers_state_alone_is_not_saved(stage, capsys, monkeypatch, tmp_path):
     good, _ = train(stage("pretrain", "--max-steps 1"))
 
     def spoil(optimizer, *args, step=common.optimizer_step):
         metrics = step(optimizer, *args)
-        next(iter(optimizer.state.values()))["exp_avg_sq"].fill_(math.nan)
+        [*optimizer.state.values()][-1]["exp_avg_sq"].view(-1)[-1] = math.nan
         return metrics
     monkeypatch.setattr(common, "optimizer_step", spoil)
     error = refusal(capsys, "pretrain", *stage("pretrain", "--max-steps 2"))
     assert "step 2: the model or the optimizer holds a NaN or infinity" in error
     assert_same_bits(good, checkpoint.load_checkpoint(tmp_path / "run" / "last.pt"))
+
+
+@pytest.mark.parametrize("wrong", (math.nan, math.inf, -math.inf))
+def test_every_element_of_every_tensor_of_a_checkpoint_has_to_be_finite(wrong):
+    tensors = torch.zeros(2, 3), torch.zeros(5), torch.zeros(())
+    state = {"model": {"a": tensors[0]}, "step": 7,
+             "optimizer": {"state": {0: {"b": tensors[1]}, 1: {"c": tensors[2]}}, "groups": [0.1]}}
+    assert run.finite(state)
+    for tensor in tensors:
+        for i in range(tensor.numel()):
+            tensor.view(-1)[i] = wrong
+            assert not run.finite(state)
+            tensor.zero_()
 
 
 def test_skipped_updates_count_in_a_row_alone(stage, monkeypatch):
