@@ -1419,11 +1419,12 @@ def test_a_tag_has_quick_gelu_if_its_record_says_so(quick_gelu, monkeypatch):
 
 
 def test_a_teacher_resizes_images_to_have_the_students_grid(small_clips):
-    images = torch.rand(2, 3, 48, 48)
-    teacher = build_teacher("small-16/random", grid=6)
-    assert teacher.image_size == 96 and teacher(images).shape == (2, 37, 64)
-    resized = F.interpolate(images, (96, 96), mode="bicubic", antialias=True).clamp(0, 1)
-    assert torch.allclose(teacher(images), teacher(resized), atol=1e-5)
+    teacher = build_teacher("small-16/random", grid=6)      # its own images are of 64 pixels
+    for size in (48, 112):
+        images = torch.rand(2, 3, size, size)
+        assert teacher.image_size == 96 and teacher(images).shape == (2, 37, 64)
+        resized = F.interpolate(images, (96, 96), mode="bicubic", antialias=True).clamp(0, 1)
+        assert torch.allclose(teacher(images), teacher(resized), atol=1e-5)
 
 
 def test_random_teachers_are_the_same_every_time_and_draw_no_global_numbers(small_clips):
