@@ -3806,6 +3806,20 @@ def test_rand_augment_is_timms():
     assert same > 1900                       # magnitudes at timm's limit of 10 aside
 
 
+def test_what_rand_augment_draws_is_a_function_of_seed_epoch_and_index():
+    def draw(seed, *key):
+        views = finetune.StrongViews(Shapes("train", 8), 8, seed)
+        drawn = []
+        views.rand_augment = lambda picture: drawn.extend((random.random(), np.random.rand())
+                                                          ) or picture
+        views[key]
+        return drawn
+    keys = list(itertools.product((3, 5), (0, 1), (2, 7)))
+    drawn = list(itertools.starmap(draw, keys))
+    assert len(set(itertools.chain(*drawn))) == 2 * 8      # of Python and of NumPy
+    assert drawn == list(itertools.starmap(draw, keys))
+
+
 def test_strong_views_augment_and_erase_crops_from_8_percent_on(photos, monkeypatch):
     images = data.Folder(photos, "train")
     state = torch.get_rng_state()
