@@ -96,14 +96,17 @@ class Photos(Dataset):
     """Images without labels: one file, or all in a folder and in the folders inside it.
 
     They are sorted as `Folder` sorts them. Hidden files and folders are left out. Their label
-    is 0.
+    is 0. Raises UserError, with the text `missing` if it is given, where there is no image.
     """
 
-    def __init__(self, root: str):
+    def __init__(self, root: str, missing: str | None = None):
         self.paths = [root] if is_image(root) and os.path.isfile(root) else []
         for folder, folders, files in os.walk(root, followlinks=True):
             folders[:] = sorted(name for name in folders if name[0] != ".")      # visited next
             self.paths += [os.path.join(folder, name) for name in sorted(files) if is_image(name)]
+        if not self.paths:
+            raise UserError(missing or f"no such file or folder, or no image in it: {root}; "
+                            f"expected files that end in {', '.join(IMG_EXTENSIONS)}")
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -134,6 +137,8 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
 
     Without `labels`, any folder of images will do.
     """
+    missing = (f"--data {data}: no such file or folder, or no image for {split!r} in it; expected "
+               f"files that end in {', '.join(IMG_EXTENSIONS)}{ALTERNATIVES}")
     if data in DRAWN:
         dataset = Shapes(split, image_size, noise=data == "shapes-noise")
     elif data in DOWNLOADED:
@@ -142,12 +147,11 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
         dataset = Folder(data, split)
     else:      # all images or, if there is a folder named like the split, those in it
         folder = os.path.join(data, split)
-        dataset = Photos(folder if os.path.isdir(folder) else data)
+        dataset = Photos(folder if os.path.isdir(folder) else data, missing)
     if labels and not hasattr(dataset, "classes"):
         raise UserError(f"--data {data} has no labels, and this needs some")
     if not len(dataset):
-        raise UserError(f"--data {data}: no such file or folder, or no image for {split!r} in it; "
-                        f"expected files that end in {', '.join(IMG_EXTENSIONS)}{ALTERNATIVES}")
+        raise UserError(missing)
     return dataset
 
 

@@ -69,14 +69,11 @@ class Scenes(data.Photos):
 
     def __init__(self, root: str, split: str):
         images = os.path.join(root, "images", split)
-        super().__init__(images)
+        super().__init__(images, f"--data {root}: no image in {images}; expected ADE20K's layout, "
+                         f"images/{split}/*.jpg and annotations/{split}/*.png")
         names = [os.path.splitext(os.path.relpath(path, images))[0] for path in self.paths]
         self.annotations = [os.path.join(root, "annotations", split, f"{name}.png")
                             for name in names]
-        if not self.paths:
-            raise common.UserError(
-                f"--data {root}: no image in {images}; expected ADE20K's layout, "
-                f"images/{split}/*.jpg and annotations/{split}/*.png")
 
     def annotation(self, index: int) -> Tensor:
         try:

@@ -1687,6 +1687,19 @@ def test_without_labels_all_images_below_a_folder_count_in_the_order_of_classes(
     assert len(everything) == 7
 
 
+def test_photographs_that_are_not_there_are_one_error_that_names_the_folder(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "texts").mkdir()
+    for name in ("notes.txt", ".0.jpg"):
+        (tmp_path / "texts" / name).write_text("no image")
+    for name in ("empty", "texts", "texts/notes.txt", "nowhere", "nowhere.jpg"):
+        with pytest.raises(common.UserError) as caught:
+            data.Photos(str(tmp_path / name))
+        assert str(caught.value).startswith(
+            f"no such file or folder, or no image in it: {tmp_path / name}; expected files that "
+            "end in .jpg, ")
+
+
 def break_image(path):
     path.write_bytes(path.read_bytes()[:-40])
     return path
