@@ -207,7 +207,9 @@ def draw_sample(encoder: ViT, args) -> Sample:
     size = encoder.config["image_size"]
     dataset = data.open_images(args.data, "val", size, labels=False)
     rng = np.random.default_rng(args.seed)
-    indices = rng.permutation(len(dataset))[:args.images].tolist()
+    indices = draw_readable(rng, dataset, args.images)
+    if not indices:
+        raise common.UserError(f"--data {args.data}: none of its images can be read")
     sampled = torch.from_numpy(rng.random((len(indices), 1 + encoder.grid ** 2)))
     sampled = sampled < TOKENS / sampled.numel()
     foreground = None
@@ -216,6 +218,22 @@ def draw_sample(encoder: ViT, args) -> Sample:
         masks = data.center_view(masks, size) / 255                                  # [M, S, S]
         foreground = F.avg_pool2d(masks, encoder.patch_size).flatten(1) >= 0.5
     return Sample(data.CenterViews(dataset, size), indices, sampled, foreground)
+
+
+def draw_readable(rng: np.random.Generator, dataset, count: int) -> list[int]:
+    """Positions of `count` images that can be read, or of all of them. A line names each other one
+    that is drawn.
+    """
+    indices = []
+    for index in rng.permutation(len(dataset)).tolist():
+        if len(indices) == count:
+            break
+        try:
+            dataset[index]      # read here, too, because tokens are drawn for a known number
+            indices.append(index)
+        except common.ReadError as error:
+            data.print_once(f"{error}: left out")
+    return indices
 
 
 @torch.no_grad()

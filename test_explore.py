@@ -4370,6 +4370,36 @@ def test_routing_writes_three_pictures_and_without_matplotlib_one_line(
     assert "pictures need matplotlib: pip install matplotlib" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("no_pictures")
+def test_broken_images_are_named_and_routing_is_measured_on_others(write_student, photos, tmp_path,
+                                                                   capsys):
+    path = write_student("one", teacher=None)
+    folder = shutil.copytree(Path(photos, "val", "class_1"), tmp_path / "photos")      # four
+    broken = [folder / name for name in ("a.jpg", "b.jpg", "c.jpg")]
+
+    def show(images):
+        data.print_once.cache_clear()
+        flags = ["--images", str(images), "--data", str(folder), *QUICK]
+        return routing.main(routing.parse_args([path, path, *flags]))[1]
+    whole = show(9)
+    assert whole["images"] == 4 and not capsys.readouterr().err
+    for each in broken:
+        each.write_text("no image")
+    some = show(9)
+    lines = capsys.readouterr().err.splitlines()      # once, though there are two checkpoints
+    assert sorted(line.split(" (")[0] for line in lines) == [
+        f"cannot read the image {each}" for each in broken]
+    assert all(line.endswith("): left out") for line in lines)
+    assert some["images"] == 4
+    for row, expected in zip(some["blocks"], whole["blocks"]):      # of the same four
+        assert row["entropy"] == pytest.approx(expected["entropy"], rel=1e-5)
+    assert show(3)["images"] == 3      # others take their places
+    for each in folder.iterdir():
+        each.write_text("no image")
+    error = refusal(capsys, "routing", path, "--data", str(folder), *QUICK)
+    assert error == f"--data {folder}: none of its images can be read"
+
+
 def test_routing_refuses_what_has_no_experts(write_student, tmp_path, capsys):
     error = refusal(capsys, "routing", write_student("one"), "--block", "0")
     assert "--block 0 has no experts: the MoE blocks are 1 3 5 loss router" in error
