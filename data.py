@@ -147,7 +147,13 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
         dataset = Folder(data, split)
     else:      # all images or, if there is a folder named like the split, those in it
         folder = os.path.join(data, split)
-        dataset = Photos(folder if os.path.isdir(folder) else data, missing)
+        whole = not os.path.isdir(folder)
+        dataset = Photos(data if whole else folder, missing)
+        # a glance at the files beside the folder: to walk through all of ImageNet would take long
+        beside = 0 if whole else sum(map(is_image, os.listdir(data)))
+        if beside and os.environ.get("RANK", "0") == "0":
+            print_once(f"--data {data}: the images are the {len(dataset)} in {folder}; "
+                       f"{beside} beside it are left out")
     if labels and not hasattr(dataset, "classes"):
         raise UserError(f"--data {data} has no labels, and this needs some")
     if not len(dataset):

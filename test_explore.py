@@ -1687,6 +1687,31 @@ def test_without_labels_all_images_below_a_folder_count_in_the_order_of_classes(
     assert len(everything) == 7
 
 
+@pytest.mark.parametrize("split", ("train", "val"))
+def test_images_beside_the_folder_of_a_split_are_left_out_and_one_line_says_so(
+        tmp_path, monkeypatch, capsys, split):
+    for name in ("0.jpg", "1.JPG", "notes.txt", ".2.jpg", "other/3.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+
+    def opened():
+        data.print_once.cache_clear()
+        count = [len(data.open_images(str(tmp_path), split, 32, labels=False)) for _ in range(2)]
+        return count, capsys.readouterr().err
+    assert opened() == ([3, 3], "")      # all of the folder, and nothing to say
+    (tmp_path / split).mkdir()
+    for i in range(5):
+        (tmp_path / split / f"{i}.jpg").touch()
+    assert opened() == ([5, 5], f"--data {tmp_path}: the images are the 5 in {tmp_path / split}; "
+                                "2 beside it are left out\n")
+    monkeypatch.setenv("RANK", "1")
+    assert opened() == ([5, 5], "")
+    monkeypatch.delenv("RANK")
+    for name in ("0.jpg", "1.JPG"):
+        (tmp_path / name).unlink()
+    assert opened() == ([5, 5], "")
+
+
 def test_photographs_that_are_not_there_are_one_error_that_names_the_folder(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "texts").mkdir()
