@@ -4538,7 +4538,8 @@ def test_rows_of_knn_that_an_earlier_version_wrote_are_drawn_where_they_are_clea
             ("b/epoch_0002.pt", 50.0)]
     Path(folder, "knn.jsonl").write_text("".join(
         json.dumps({"checkpoint": path, "top1": top1}) + "\n" for path, top1 in rows))
-    assert plot.read_run(folder)[2:] == [{"epoch": 1.0, "knn": 20.0}]
+    for name in (folder, "link"):
+        assert plot.read_run(name)[2:] == [{"epoch": 1.0, "knn": 20.0}]
     assert "2 rows of knn.jsonl do not say of which run" in capsys.readouterr().out
 
 
