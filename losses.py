@@ -74,9 +74,9 @@ def patch_weights(routing_weights: Tensor, expert: int, detach: bool = False, pr
     router no gradient: this is the paper's main ablation. The router of a SoftMoE then learns from
     the experts' outputs and from the regularizer, a loss router from the regularizer alone.
     """
-    # 1e-30 avoids 0 / 0 when [CLS], for example, has all the weight: the selected patches then count
-    # alike. It is far below any weight that matters, and far above the smallest normal float32,
-    # 1e-38.
+    # 1e-30 avoids 0 / 0 when [CLS], for example, has all the weight: the selected patches then
+    # count alike. It is far below any weight that matters, and far above the smallest normal
+    # float32, 1e-38.
     weight = routing_weights[:, prefix:, expert] + 1e-30
     return weight.detach() if detach else weight
 
@@ -90,12 +90,13 @@ def softmin_weights(patch_loss: Tensor, selected: Tensor, lambda_: Tensor | floa
     losses differ by lambda differ in weight by a factor of e.
 
     Suppose that there is one expert, that w is 1, and that every token has a patch loss. (In
-    training, [CLS] has none, so what follows holds nearly.) Let p be the weights of an image's patches, whose sum is 1. Then the sum of Eq. 5
-    and 7 for this image is sum(p * loss) - lambda * H(p). The p that minimize it are the weights of
-    this function, divided by their sum. The minimum is, up to a constant,
-    -lambda * log(mean(exp(-loss / lambda))): a tilted loss with negative tilt. Its gradient is
-    that of Eq. 5 with these weights, detached. If gradients flowed through the weights, losses that
-    exceed the weighted mean by more than lambda would be pushed up.
+    training, [CLS] has none, so what follows holds nearly.) Let p be the weights of an image's
+    patches, whose sum is 1. Then the sum of Eq. 5 and 7 for this image is
+    sum(p * loss) - lambda * H(p). The p that minimize it are the weights of this function, divided
+    by their sum. The minimum is, up to a constant, -lambda * log(mean(exp(-loss / lambda))): a
+    tilted loss with negative tilt. Its gradient is that of Eq. 5 with these weights, detached. If
+    gradients flowed through the weights, losses that exceed the weighted mean by more than lambda
+    would be pushed up.
     """
     # Relative to the smallest loss that counts, whose weight is 1: so not all weights can
     # underflow. A patch that does not count may cost less; unclamped, it would be 0 * inf.
