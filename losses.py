@@ -64,11 +64,10 @@ def routed_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
     return ((weight * patch_loss).sum(1) / weight.sum(1)).mean()
 
 
-def patch_weights(routing_weights: Tensor, expert: int, detach: bool = False, prefix: int = 1
-                  ) -> Tensor:
+def patch_weights(weights: Tensor, expert: int, detach: bool = False, prefix: int = 1) -> Tensor:
     """The coupling: how much each patch counts in the loss that belongs to `expert`.
 
-    routing_weights [B, T, E], a router's dispatch weights or, in an ablation of the paper, its
+    weights [B, T, E], a router's dispatch weights or, in an ablation of the paper, its
     combine weights -> weights [B, T - prefix], without the first `prefix` tokens, such as [CLS] and
     registers, which have no patch loss. Detached weights still weight the loss, but send the
     router no gradient: this is the paper's main ablation. The router of a SoftMoE then learns from
@@ -77,7 +76,7 @@ def patch_weights(routing_weights: Tensor, expert: int, detach: bool = False, pr
     # 1e-30 avoids 0 / 0 when [CLS], for example, has all the weight: the selected patches then
     # count alike. It is far below any weight that matters, and far above the smallest normal
     # float32, 1e-38.
-    weight = routing_weights[:, prefix:, expert] + 1e-30
+    weight = weights[:, prefix:, expert] + 1e-30
     return weight.detach() if detach else weight
 
 
