@@ -200,4 +200,4 @@ def resize_pos_embed(pos_embed: Tensor, grid: int) -> Tensor:
 
 
 def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:300] or type(error).__name__
+    return str(error).strip().split("\n")[0][:500] or type(error).__name__

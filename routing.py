@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
 import common
 import data
@@ -138,11 +139,12 @@ def measure(path: str, args, process: common.Process) -> Measured:
     traces, patch_loss = observe(student, teacher, sample, args.batch_size, process)
 
     weights = traces[block].dispatch[:, 1:] * sample.sampled.shape[1]      # 1 is uniform
-    numbers = {"checkpoint": path, "block": block, "images": len(sample.indices),
-               "name": f"{Path(path).resolve().parent.name}/{Path(path).stem}",
+    name = f"{Path(path).resolve().parent.name}/{Path(path).stem}"
+    shown = tqdm(routers.items(), desc=name, unit="block", leave=False, disable=None)
+    numbers = {"checkpoint": path, "block": block, "images": len(sample.indices), "name": name,
                "tokens": int(sample.sampled.sum()),
                "blocks": [{"block": i} | describe(router, traces[i], sample.sampled)
-                          for i, router in routers.items()]}
+                          for i, router in shown]}
     points = None
     if patch_loss is not None:
         patches = sample.sampled[:, 1:]      # without [CLS], which has no token loss

@@ -55,9 +55,9 @@ class ClipTeacher(Teacher):
                 force_image_size=grid * patch_size, force_quick_gelu=quick_gelu).visual
         except Exception as error:
             # if a download failed, the same weights may be given as a file
-            hint = f"as a file, these weights are {name}-quickgelu/FILE; " if quick_gelu else ""
+            hint = f" As a file, these weights are {name}-quickgelu/FILE." if quick_gelu else ""
             reason = TORCHSCRIPT if "TorchScript" in str(error) else first_line(error)
-            raise ValueError(hint + reason) from error
+            raise ValueError(reason + hint) from error
         preprocess = visual.preprocess_cfg
         super().__init__(grid * patch_size, visual.conv1.out_channels, preprocess["mean"],
                          preprocess["std"])
