@@ -6,8 +6,9 @@
 A student is pretrained with the token loss alone. On the planted patches, the teacher's tokens are
 replaced by random ones of the same mean and standard deviation, drawn anew each time, so nothing
 can be learned there. A row is the name of an arm of ARMS; behind a dash, its lambda: L0.5 is
---entropy-weight 0.5, and V1 is --variation 1; then changes of the router, see CHANGES. What each
-run measures on validation images is a line of --out; a line that is there is not measured again.
+--entropy-weight 0.5, and V1 is --variation 1; then changes, see CHANGES. What each run measures on
+validation images is a line of --out; a line that is there is not measured again. With --draw, the
+first row is trained for a picture instead: its router's weights after each epoch.
 """
 
 import argparse
@@ -45,12 +46,17 @@ from run import rounded
 from shapes import Shapes
 from teacher import Teacher, build_teacher
 
-# flags of pretrain.py; the oracle's weights are made here
+# Flags of pretrain.py. The oracle's weights are made here. The loss of a routed arm trains the
+# encoder in two ways: it is weighted, and its gradient passes through the router. `aside` has the
+# second alone, with an unweighted loss; `apart` the first alone, with a router whose gradient stops
+# at its input.
 ARMS = {
     "unweighted": "--loss-weights uniform",
     "oracle": "--loss-weights uniform",
     "softmin": "--loss-weights softmin",
     "routed": "",
+    "aside": "",
+    "apart": "",
     "detached": "--detach",
     "router": "--experts 0 --loss-router",
     "none": "--experts 0",
@@ -59,6 +65,7 @@ ARMS = {
 }
 # what may follow a row's lambda, as in routed-V1-rate20
 CHANGES = {
+    "keep": "the oracle's weight of planted patches, where the others have 1",
     "start": "the routers' scale starts there instead of at 1",
     "rate": "their scale learns at so many times the rate",
     "cut": "the student's loss leaves out patches below this share of the mean weight",
@@ -75,9 +82,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
                                      formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("data", metavar="DATA", help="as --data of pretrain.py, with labels")
-    add("--plant", choices=("none", "noise", "random", "flat"), default="none",
+    add("--plant", choices=("none", "noise", "random", "pasted"), default="none",
         help="noise: the patches that are noise, of shapes-noise; random: a --share of each "
-             "view's patches;\nflat: the --share of its patches whose pixels vary least")
+             "view's patches;\npasted: the same, and their pixels become noise, too")
     add("--share", type=float, default=0.4, help="of patches (default: 0.4)")
     add("--rows", nargs="+", default=["unweighted", "oracle"], metavar="ROW")
     add("--seeds", nargs="+", type=int, default=[0], metavar="SEED")
@@ -88,9 +95,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--patch-size", type=int, default=6)
     add("--images", type=int, default=4096, help="of train/ (default: 4096)")
     add("--teacher", default="runs/control-teacher", metavar="FOLDER",
-        help="is trained there on all of train/ if it is missing")
+        help="the teacher of seed S is FOLDER-S: it is trained there, with seed S, on all of "
+             "train/, if it is missing")
+    add("--teacher-seed", type=int, metavar="S", help="the teacher of all seeds is FOLDER-S")
     add("--teacher-epochs", type=int, default=4)
     add("--out", type=Path, default=HERE / "control.jsonl", metavar="FILE")
+    add("--draw", type=Path, metavar="FILE", help="draw the first row of the first seed")
     return parser.parse_args(argv)
 
 
@@ -127,8 +137,8 @@ def kinds(dataset: Dataset, index: int, image: Tensor) -> Tensor:
 
 
 class Views(data.TrainViews):
-    """TrainViews that also crop and flip the maps: "object" and "noise", bool [N], are the patches
-    of which at least 0.5 is on the object, and at least 0.95 is noise.
+    """TrainViews that also crop and flip the maps: "object", "noise" and "clear", bool [N], are the
+    patches of which at least 0.5 is on the object, and at least 0.95, or at most 0.05, is noise.
     """
 
     def __getitem__(self, key: tuple[int, int]) -> dict:
@@ -139,11 +149,12 @@ class Views(data.TrainViews):
         maps = maps.flip(-1) if view["flip"] else maps
         size = self.image_size // self.grid
         shares = F.avg_pool2d(maps[:2] / 255, size).flatten(1)
-        return view | {"object": shares[0] >= 0.5, "noise": shares[1] >= 0.95}
+        return view | {"object": shares[0] >= 0.5, "noise": shares[1] >= 0.95,
+                       "clear": shares[1] <= 0.05}
 
 
 class Planting:
-    """Chooses patches, and replaces the teacher's tokens there."""
+    """Chooses patches, and replaces the teacher's tokens there, and pixels if it is to paste."""
 
     def __init__(self, how: str, share: float, seed: int):
         self.how, self.share = how, share
@@ -154,20 +165,20 @@ class Planting:
         patches = tokens[:, 1:].flatten(0, 1)
         self.mean, self.std = patches.mean(0), patches.std(0)
 
-    def choose(self, images: Tensor, noise: Tensor) -> Tensor:
-        """images [B, 3, S, S], noise bool [B, N] -> planted, bool [B, N]"""
+    def choose(self, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """images [B, 3, S, S], noise bool [B, N] -> (images, planted [B, N], bool)"""
         if self.how == "noise":
-            return noise
+            return images, noise
         if self.how == "none":
-            return torch.zeros_like(noise)
-        if self.how == "random":
-            scores = torch.rand(noise.shape, generator=self.generator)
-        else:
-            size = images.shape[-1] // math.isqrt(noise.shape[1])
-            patches = F.pixel_unshuffle(images, size).flatten(2)
-            scores = patches.unflatten(1, (3, -1)).std(2).mean(1)      # [B, N]
-        ranks = scores.argsort(1).argsort(1)
-        return ranks < round(self.share * noise.shape[1])
+            return images, torch.zeros_like(noise)
+        ranks = torch.rand(noise.shape, generator=self.generator).argsort(1).argsort(1)
+        planted = ranks < round(self.share * noise.shape[1])
+        if self.how == "pasted":
+            grid = math.isqrt(noise.shape[1])
+            where = F.interpolate(planted.view(-1, 1, grid, grid).float(), images.shape[-2:])
+            noise = torch.rand(images.shape, generator=self.generator)
+            images = torch.where(where > 0, noise, images)
+        return images, planted
 
     def plant(self, tokens: Tensor, planted: Tensor) -> Tensor:
         """The teacher's tokens [B, 1 + N, D], with random ones where planted [B, N]."""
@@ -210,6 +221,14 @@ class Arm:
         self.lambdas = Lambda(args.entropy_weight, pretrain.lambda_objectives(args) or ["token"],
                               ["token"], args.variation)
 
+    def loss_router(self) -> Router | None:
+        """The router whose weights are the loss's, if there is one."""
+        if self.args.loss_router:
+            return self.student.loss_router
+        moe_blocks = self.student.encoder.moe_blocks
+        block, = self.args.loss_block or moe_blocks[-1:] or [None]
+        return None if block is None else self.student.encoder.blocks[block].mlp
+
     def weigh(self, pred, patch_loss: Tensor, selected: Tensor, planted: Tensor
               ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Weights [B, N] of the student's loss; those that teach the router, if there is one that
@@ -222,7 +241,8 @@ class Arm:
             block, = self.args.loss_block or [max(pred.routing)]
             dispatch = pred.routing[block].dispatch
         if self.kind.endswith("oracle"):
-            return selected * ~planted, None, dispatch
+            keep = self.changes.get("keep", 0.0)
+            return selected * torch.where(planted, keep, 1.0), None, dispatch
         softmin = softmin_weights(patch_loss, selected, self.lambdas(W)[0])
         if self.args.loss_weights == "softmin":
             return softmin, None, dispatch
@@ -230,6 +250,10 @@ class Arm:
             return selected, None, dispatch
         routed = selected * patch_weights(dispatch, 0, self.args.detach)
         weight = routed
+        if self.kind == "aside":
+            weight = selected
+        if self.kind == "apart":
+            weight = routed.detach()
         if "times" in self.changes:
             weight = softmin * routed.detach()
         if "cut" in self.changes:
@@ -248,12 +272,22 @@ class Arm:
         # an image without any weight, as the oracle may have, counts as zero
         total = weight.sum(1).clamp_min(1e-20)
         loss = ((weight * patch_loss).sum(1) / total).mean()
+        router_loss = torch.zeros(())
         if routed is not None and routed is not weight:
-            loss = loss + routed_mean(patch_loss.detach(), routed)
+            router_loss = routed_mean(patch_loss.detach(), routed)
         if dispatch is not None:
             lambdas = self.lambdas(W)[:dispatch.shape[-1]]
-            loss = loss - (lambdas * dispatch_entropy(dispatch)).sum()
-        self.process.scaler.scale(loss).backward()
+            router_loss = router_loss - (lambdas * dispatch_entropy(dispatch)).sum()
+        scale = self.process.scaler.scale
+        if self.kind == "apart":      # the router's loss trains its own parameters alone
+            router = self.loss_router()
+            own = torch.autograd.grad(scale(router_loss), [router.phi, router.scale],
+                                      retain_graph=True)
+            scale(loss).backward()
+            router.phi.grad += own[0]
+            router.scale.grad += own[1]
+        else:
+            scale(loss + router_loss).backward()
         common.optimizer_step(self.optimizer, self.process.scaler, self.args.clip_grad)
         self.lambdas.observe({"token_std": patch_std(patch_loss.detach(), selected)})
         self.lambdas.update()
@@ -274,19 +308,26 @@ def select(pred, mask: Tensor) -> Tensor:
     return mask.float() if pred.ids_keep is None else torch.ones(pred.ids_keep.shape)
 
 
-def train(arms: list[Arm], teacher: Teacher, views: Views, planting: Planting):
-    """pretrain.main without its log and checkpoints: all arms see the same planted batches."""
+def train(arms: list[Arm], teacher: Teacher, views: Views, planting: Planting,
+          after_epoch=lambda: None):
+    """pretrain.main without its log and checkpoints: all arms see the same planted batches.
+
+    `after_epoch` is called at the start, too.
+    """
     args = arms[0].args
     plan = common.make_plan(args, 1, len(views))
     order = data.train_order(len(views), args.batch_size, plan.micro_batch, args.seed, 0,
                              plan.steps)
+    after_epoch()
     for step, batch in enumerate(data.load(views, order, arms[0].process)):
         images = data.augment(batch)
-        planted = planting.choose(images, batch["noise"])
+        images, planted = planting.choose(images, batch["noise"])
         with torch.no_grad():
             targets = planting.plant(teacher(images), planted)
         for arm in arms:
             arm.step(plan.learning_rate(step), images, batch["mask"], targets, planted)
+        if (step + 1) % (plan.steps // args.epochs) == 0:
+            after_epoch()
     for arm in arms:
         arm.student.eval()
 
@@ -304,9 +345,9 @@ def measure(arm: Arm, teacher: Teacher, views: Views, planting: Planting) -> dic
     order = [[(0, i) for i in part.tolist()] for part in torch.arange(len(views)).split(64)]
     for batch in data.load(views, order, arm.process):
         images, mask = data.augment(batch), batch["mask"]
+        images, planted = planting.choose(images, batch["noise"])
         pred = arm.student(data.normalize(images), mask)
         clean = teacher(images)
-        planted = planting.choose(images, batch["noise"])
         found = pred.tokens[:, 1:]
         target = of_student(pred, clean[:, 1:])
         loss = token_loss(found, target)
@@ -319,14 +360,17 @@ def measure(arm: Arm, teacher: Teacher, views: Views, planting: Planting) -> dic
         weight = weight / mean.clamp_min(1e-20)
         columns.append([each.flatten(0, 1)[selected.flatten() > 0] for each in (
             loss, hard, weight, there, of_student(pred, batch["object"]),
-            of_student(pred, batch["noise"]), found, F.layer_norm(target, target.shape[-1:]))])
-    loss, hard, weight, there, on_object, noise, found, target = map(torch.cat, zip(*columns))
+            of_student(pred, batch["noise"]), of_student(pred, batch["clear"]), found,
+            F.layer_norm(target, target.shape[-1:]))])
+    columns = map(torch.cat, zip(*columns))
+    loss, hard, weight, there, on_object, noise, clear, found, target = columns
     row = {"cv": weight.std().item(), "planted": there.float().mean().item(),
            "correlation": torch.corrcoef(torch.stack([hard, weight]))[0, 1].nan_to_num().item()}
     # where the content says what is planted, the clean loss of these patches cannot be low
-    learned = ~there if planting.how in ("noise", "flat") else torch.ones_like(there)
+    learned = ~there if planting.how in ("noise", "pasted") else torch.ones_like(there)
     for name, group in {"learned": learned, "object": learned & on_object, "noise": noise,
-                        "other": learned & ~on_object & ~noise, "planted": there}.items():
+                        "other": learned & ~on_object & ~noise, "clear": learned & clear,
+                        "mixed": learned & ~clear & ~noise, "planted": there}.items():
         if group.any():
             error = (found - target)[group].square().mean()
             row |= {f"loss_{name}": loss[group].mean().item(),
@@ -382,14 +426,61 @@ def evaluate(arm: Arm, train_set: Cached, val_set: Cached) -> dict:
     return row | {"probe_mean": probe(bank[1], labels, queries[1], truth)}
 
 
+# --------------------------------------------------------------------------- a picture
+
+def draw(options, count: int = 6):
+    """Draws validation images, and expert 0's weights on all of their patches after each epoch."""
+    from matplotlib.figure import Figure
+    seed = options.seeds[0]
+    teacher = make_teacher(options, seed)
+    arm = Arm(options.rows[0], options, seed, teacher)
+    grid = arm.args.image_size // arm.args.patch_size
+    views, val_views = (
+        Views(subset(options, split, size), arm.args.image_size, seed, grid, arm.args.mask_ratio)
+        for split, size in (("train", options.images), ("val", 1024)))
+    planting, shown = (Planting(options.plant, options.share, each) for each in (seed, 0))
+    learn(planting, teacher, views)
+    batch = next(data.load(val_views, [[(0, i) for i in range(len(val_views))]], arm.process))
+    images, planted = shown.choose(data.augment(batch), batch["noise"])
+    rows = []
+
+    @torch.no_grad()
+    def watch():
+        _, routing = arm.student.encoder(data.normalize(images))
+        weight = routing[max(routing)].dispatch[:, 1:, 0]                       # [M, N]
+        weight = weight / weight.mean(1, keepdim=True)
+        print(f"epoch {len(rows)}: planted patches weigh {weight[planted].mean():.2f}", flush=True)
+        rows.append(weight[:count].unflatten(1, (grid, grid)))
+
+    train([arm], teacher, views, planting, watch)
+    epochs = [0, *(epoch for epoch in (1, 2, 4, 8) if epoch < len(rows))]
+    figure = Figure(figsize=(1.3 * count + 1, 1.35 * (1 + len(epochs))), layout="constrained")
+    axes = figure.subplots(1 + len(epochs), count)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+    for axis, image in zip(axes[0], images):
+        axis.imshow(image.permute(1, 2, 0))
+    axes[0, 0].set_ylabel("image")
+    for line, epoch in zip(axes[1:], epochs):
+        line[0].set_ylabel(f"epoch {epoch}")
+        for axis, weight in zip(line, rows[epoch]):
+            colors = axis.imshow(weight, cmap="coolwarm", vmin=0.5, vmax=1.5)
+    figure.colorbar(colors, ax=axes[1:], label="weight / uniform", extend="both")
+    figure.savefig(options.draw, dpi=72)
+
+
 # ---------------------------------------------------------------------------- all rows
 
-def train_teacher(options):
-    """A supervised ViT-nano on all of train/."""
-    finetune.main(finetune.parse_args([
-        "--data", options.data, "--model", "vit_nano", "--image-size", str(options.image_size),
-        "--patch-size", str(options.patch_size), "--epochs", str(options.teacher_epochs), *RUN,
-        "--augment", "plain", "--layer-decay", "1", "--out", options.teacher]))
+def make_teacher(options, seed: int) -> Teacher:
+    """A supervised ViT-nano, trained on all of train/ if it is missing."""
+    folder = f"{options.teacher}-{seed}"
+    if not Path(folder, "last.pt").exists():
+        finetune.main(finetune.parse_args([
+            "--data", options.data, "--model", "vit_nano", "--image-size",
+            str(options.image_size), "--patch-size", str(options.patch_size), "--epochs",
+            str(options.teacher_epochs), "--seed", str(seed), *RUN, "--augment", "plain",
+            "--layer-decay", "1", "--out", folder]))
+    return build_teacher(f"{folder}/last.pt", options.image_size // options.patch_size)
 
 
 def subset(options, split: str, count: int) -> Cached:
@@ -401,15 +492,15 @@ def subset(options, split: str, count: int) -> Cached:
 
 def main(options: argparse.Namespace):
     torch.set_num_threads(1)
+    if options.draw:
+        draw(options)
+        return
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    if not Path(options.teacher, "last.pt").exists():
-        train_teacher(options)
-    grid = options.image_size // options.patch_size
-    teacher = build_teacher(f"{options.teacher}/last.pt", grid)
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     done = [json.loads(line).items() for line in lines]
     case = {"set": Path(options.data).name, "plant": options.plant, "share": options.share,
-            "encoding": options.encoding, "model": options.model, "epochs": options.epochs}
+            "encoding": options.encoding, "model": options.model, "epochs": options.epochs,
+            "teacher": "own" if options.teacher_seed is None else "one"}
     sets = None
     for seed in options.seeds:
         keys = {name: case | {"row": name, "seed": seed} for name in options.rows}
@@ -419,11 +510,19 @@ def main(options: argparse.Namespace):
             continue
         sets = sets or [subset(options, split, count) for split, count in
                         (("train", options.images), ("val", 1024))]
+        teacher_seed = seed if options.teacher_seed is None else options.teacher_seed
+        teacher = make_teacher(options, teacher_seed)
         for name, row in run_rows(names, options, seed, teacher, *sets):
             with open(options.out, "a") as file:
                 file.write(json.dumps(rounded(keys[name] | row)) + "\n")
             print(f"seed {seed}, {name}: loss {row['loss_learned']:.4f}, "
                   f"k-NN {row['knn_mean']:.2f}", flush=True)
+
+
+@torch.no_grad()
+def learn(planting: Planting, teacher: Teacher, views: Views):
+    first = [views[0, i]["image"] for i in range(min(512, len(views)))]
+    planting.learn(teacher(torch.stack(first) / 255))
 
 
 def run_rows(names: list[str], options, seed: int, teacher: Teacher, train_set: Cached,
@@ -435,9 +534,7 @@ def run_rows(names: list[str], options, seed: int, teacher: Teacher, train_set: 
     grid = args.image_size // args.patch_size
     views = Views(train_set, args.image_size, seed, grid, args.mask_ratio)
     planting = Planting(options.plant, options.share, seed)
-    with torch.no_grad():
-        first = [views[0, i]["image"] for i in range(min(512, len(views)))]
-        planting.learn(teacher(torch.stack(first) / 255))
+    learn(planting, teacher, views)
     train(arms, teacher, views, planting)
     seconds = (time.perf_counter() - started) / len(arms)
     val_views = Views(val_set, args.image_size, 0, grid, args.mask_ratio)

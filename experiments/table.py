@@ -21,11 +21,15 @@ HERE = Path(__file__).resolve().parent
 T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 SELECTION = 100      # seeds from here on chose lambda, and are in no other table
 
-NOISE = {"set": "shapes-noise", "plant": "noise", "encoding": "sparse", "model": "vit_nano"}
-FLAT = {"set": "cifar10", "plant": "flat", "encoding": "sparse", "model": "vit_nano"}
-RANDOM = FLAT | {"plant": "random"}
-NONE = NOISE | {"plant": "none"}
-CIFAR_NONE = FLAT | {"plant": "none"}
+# Each seed has its own teacher, or all seeds of a set have one.
+NOISE = {"set": "shapes-noise", "plant": "noise", "encoding": "sparse", "model": "vit_nano",
+         "teacher": "own"}
+PASTED = NOISE | {"set": "shapes", "plant": "pasted"}
+RANDOM = NOISE | {"set": "cifar10", "plant": "random"}
+ONE = NOISE | {"teacher": "one"}
+ONE_RANDOM = RANDOM | {"teacher": "one"}
+NONE = ONE | {"plant": "none"}
+CIFAR_NONE = NONE | {"set": "cifar10"}
 DENSE = NONE | {"encoding": "dense"}
 
 
@@ -56,9 +60,9 @@ class Rows:
         return {seed: line[field] for seed, line in self.rows.get(row, {}).items()
                 if field in line}
 
-    def shares(self, row: str) -> list[float]:
+    def shares(self, row: str, patches: str = "learned") -> list[float]:
         """The recovered share of each seed that has the row, its floor and its ceiling."""
-        mine, floor, ceiling = (self.values(name, "loss_learned")
+        mine, floor, ceiling = (self.values(name, f"loss_{patches}")
                                 for name in (row, *floor_and_ceiling(row)))
         return [(floor[seed] - mine[seed]) / (floor[seed] - ceiling[seed])
                 for seed in mine if seed in floor and seed in ceiling]
@@ -130,9 +134,13 @@ def table(lines: list[dict], columns: list[tuple], rows: list[str] | None = None
     return markdown(out)
 
 
-def share(found: Rows, row: str) -> str:
+def share(found: Rows, row: str, patches: str = "learned") -> str:
     ends = dict(zip(floor_and_ceiling(row), ("0 (floor)", "1 (ceiling)")))
-    return ends.get(row) or cell(found.shares(row), 2)
+    return ends.get(row) or cell(found.shares(row, patches), 2)
+
+
+def share_of(patches: str):
+    return lambda found, row: share(found, row, patches)
 
 
 def gain(field: str, digits: int, relative: bool = False):
@@ -150,8 +158,10 @@ def seeds(found: Rows, row: str) -> str:
     return str(len(found.rows[row]))
 
 
-MAIN = ["oracle", "softmin-V1", "routed-V0.3", "routed-V1", "routed-L5", "detached-V1",
-        "none_oracle", "none_softmin-V1", "router-V0.3", "router-V1"]
+MAIN = ["oracle", "softmin-V1", "routed-V0.3", "routed-V1"]
+ONE_TEACHER = [*MAIN, "routed-L5", "detached-V1", "none_oracle", "none_softmin-V1", "router-V0.3",
+               "router-V1"]
+APART = ["oracle", "oracle-keep0.6", "routed-V0.3", "aside-V0.3", "apart-V0.3"]
 MENDS = ["routed-V1", "routed-V1-rate20", "routed-V1-rate100", "routed-V1-start5",
          "routed-V1-cut0.5", "routed-V1-block1", "routed-V1-times", "router-V1",
          "router-V1-rate20"]
@@ -160,32 +170,43 @@ MENDS = ["routed-V1", "routed-V1-rate20", "routed-V1-rate100", "routed-V1-start5
 def tables(lines: list[dict]) -> dict[str, str]:
     def at(case: dict, epochs: int) -> dict:
         return case | {"epochs": epochs}
-    planted = [("noise, 8 epochs", at(NOISE, 8)), ("noise, 24 epochs", at(NOISE, 24)),
-               ("CIFAR-10 flat, 8", at(FLAT, 8)), ("CIFAR-10 random, 8", at(RANDOM, 8))]
+    planted = [("noise, 8", at(NOISE, 8)), ("noise, 24", at(NOISE, 24)),
+               ("random, 8, one teacher", at(ONE_RANDOM, 8)), ("random, 24", at(RANDOM, 24)),
+               ("pasted, 8", at(PASTED, 8))]
+    shown = [("noise, 8", at(NOISE, 8)), ("random, 24", at(RANDOM, 24)),
+             ("pasted, 8", at(PASTED, 8))]
     kinds = ("object", "other", "noise")
     return {
-        "lambda": table(lines, [("recovered share, 8 epochs", at(NOISE, 8), share),
-                                ("lambda at the end", at(NOISE, 8), mean("lambda", 3)),
-                                ("variation of the weights", at(NOISE, 8), mean("cv", 2))],
-                        selection=True),
-        "share": table(lines, [("seeds", at(NOISE, 8), seeds),
-                               *((title, case, share) for title, case in planted)], MAIN),
-        "loss": table(lines, [(title, case, mean("loss_learned", 4)) for title, case in planted],
-                      ["unweighted", "oracle", "none", "none_oracle"]),
+        "share": table(lines, [(title, case, share) for title, case in planted], MAIN),
+        "loss": table(lines, [
+            *((title, case, mean("loss_learned", 4)) for title, case in planted),
+            *((f"noise, 8: {patches}", at(NOISE, 8), mean(f"loss_{patches}", 4))
+              for patches in ("clear", "mixed"))], ["unweighted", "oracle"]),
         "kinds": table(lines, [
-            (f"{kind}, {epochs} epochs (%)", at(NOISE, epochs),
-             gain(f"loss_{kind}", 1, relative=True))
-            for epochs in (8, 24) for kind in ("object", "other")], MAIN),
+            (f"{patches}, {epochs} epochs", at(NOISE, epochs), share_of(patches))
+            for epochs in (8, 24) for patches in ("clear", "mixed")], MAIN),
+        "apart": table(lines, [
+            ("weight of planted", at(NOISE, 8), mean("weight_planted", 2)),
+            ("ROC area", at(NOISE, 8), mean("auc", 2)),
+            *((patches, at(NOISE, 8), share_of(patches))
+              for patches in ("learned", "clear", "mixed"))], APART),
         "weights": table(lines, [
-            ("ROC area", at(NOISE, 24), mean("auc", 2)),
-            *((kind, at(NOISE, 24), mean(f"weight_{kind}", 2))
-              for kind in ("planted", "object", "other"))], MAIN),
-        "mends": table(lines, [("seeds", at(NOISE, 8), seeds),
-                               ("recovered share, 8 epochs", at(NOISE, 8), share),
-                               ("24 epochs", at(NOISE, 24), share)], MENDS),
+            (f"{name}, {title}", case, mean(field, 2)) for title, case in shown
+            for name, field in (("ROC area", "auc"), ("planted", "weight_planted"))], MAIN),
         "features": table(lines, [
-            (f"{measure}, {title}", case, gain(field, 1)) for title, case in planted
+            (f"{measure}, {title}", case, gain(field, 1))
+            for title, case in (*shown, ("noise, 24, one teacher", at(ONE, 24)))
             for measure, field in (("k-NN", "knn_mean"), ("probe", "probe_mean"))], MAIN),
+        "lambda": table(lines, [("recovered share, 8 epochs", at(ONE, 8), share),
+                                ("lambda at the end", at(ONE, 8), mean("lambda", 3)),
+                                ("variation of the weights", at(ONE, 8), mean("cv", 2))],
+                        selection=True),
+        "one": table(lines, [("seeds", at(ONE, 8), seeds),
+                             ("8 epochs", at(ONE, 8), share),
+                             ("24 epochs", at(ONE, 24), share)], ONE_TEACHER),
+        "mends": table(lines, [("seeds", at(ONE, 8), seeds),
+                               ("recovered share, 8 epochs", at(ONE, 8), share),
+                               ("24 epochs", at(ONE, 24), share)], MENDS),
         "none": table(lines, [
             (f"{title}, {case['set']}", at(case, 8), value)
             for case in (NONE, CIFAR_NONE) for title, value in (
@@ -211,7 +232,7 @@ def fill(text: str, name: str, content: str) -> str:
 def count_comparisons(lines: list[dict]) -> tuple[int, int]:
     """How many cells compare a row with its floor, and how many of these differ from zero."""
     text = "\n".join(content for name, content in tables(lines).items()
-                     if name in ("share", "kinds", "mends", "features", "none"))
+                     if name in ("share", "kinds", "apart", "one", "mends", "features", "none"))
     compared = re.findall(r"[-+]?[\d.]+ ± [\d.]+(, cannot tell)?", text)
     return len(compared), compared.count("")
 
@@ -224,26 +245,24 @@ def draw(lines: list[dict], path: Path):
     from matplotlib.figure import Figure
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    names = ["oracle", "softmin-V1", "routed-V1", "router-V1"]
-    labels = {"oracle": "oracle", "softmin-V1": "softmin", "routed-V1": "routed, 2 experts",
-              "router-V1": "loss router"}
-    cases = [(f"{title}\n{epochs} epochs", case | {"epochs": epochs})
-             for title, case, lengths in (("noise planted", NOISE, (8, 24)),
-                                          ("CIFAR-10, flat", FLAT, (8,)),
-                                          ("CIFAR-10, random", RANDOM, (8,)))
-             for epochs in lengths]
+    labels = {"oracle": "oracle", "softmin-V1": "softmin", "routed-V0.3": "routed"}
+    names = list(labels)
+    cases = [("noise", NOISE, 8, "learned"), ("noise: clear\npatches", NOISE, 8, "clear"),
+             ("noise: mixed\npatches", NOISE, 8, "mixed"),
+             ("noise,\n24 epochs", NOISE, 24, "learned"),
+             ("random,\n24 epochs", RANDOM, 24, "learned")]
     for i, name in enumerate(names):
-        bars = [Rows(lines, case).shares(name) for _, case in cases]
-        at = [j + 0.2 * (i - 1.5) for j, bar in enumerate(bars) if bar]
-        left.bar(at, [statistics.mean(bar) for bar in bars if bar], 0.19, label=labels[name],
+        bars = [Rows(lines, case | {"epochs": epochs}).shares(name, patches)
+                for _, case, epochs, patches in cases]
+        at = [j + 0.25 * (i - 1) for j, bar in enumerate(bars) if bar]
+        left.bar(at, [statistics.mean(bar) for bar in bars if bar], 0.24, label=labels[name],
                  yerr=[error(bar) if len(bar) > 1 else 0 for bar in bars if bar], capsize=2)
     left.axhline(0, color="black", linewidth=0.8)
     left.set(ylabel="recovered share of what can be gained",
              title="0: unweighted, 1: planted patches weigh nothing")
-    left.set_xticks(range(len(cases)), [title for title, _ in cases], fontsize=8)
-    left.set_ylim(-0.3, 1.35)
-    left.legend(fontsize=8, ncols=4, loc="upper center")
-    found = Rows(lines, NOISE | {"epochs": 24}).rows
+    left.set_xticks(range(len(cases)), [title for title, *_ in cases], fontsize=8)
+    left.legend(fontsize=8, loc="lower left")
+    found = Rows(lines, NOISE | {"epochs": 8}).rows
     for color, name in enumerate(names[1:3], start=1):
         line = found[name][min(found[name])]
         losses, weights = zip(*line["curve"])

@@ -72,7 +72,7 @@ def options(tmp_path, *argv):
 def test_control_writes_a_line_for_each_row_once(tmp_path, capsys, monkeypatch):
     rows = ["unweighted", "oracle", "softmin-V1", "routed-L0.1", "router-V0.3-rate20",
             "detached-V1", "none_oracle", "routed-V1-cut0.5", "routed-V1-times-start5",
-            "routed-V1-block1"]
+            "routed-V1-block1", "aside-V1", "apart-V1", "oracle-keep0.5"]
     monkeypatch.setattr(control, "subset", lambda options, split, count:
                         control.Cached(control.data.open_images("shapes-noise", split, 24),
                                        range(192 if split == "train" else 48)))
@@ -82,7 +82,9 @@ def test_control_writes_a_line_for_each_row_once(tmp_path, capsys, monkeypatch):
     lines = {line["row"]: line for line in map(json.loads, text.splitlines())}
     assert list(lines) == rows
     oracle = lines["oracle"]
-    assert oracle["weight_planted"] == 0 and oracle["auc"] == 1
+    assert oracle["weight_planted"] == 0 and oracle["auc"] == 1 and oracle["teacher"] == "own"
+    kept = lines["oracle-keep0.5"]
+    assert 0.4 < kept["weight_planted"] / kept["weight_learned"] < 0.6
     assert lines["unweighted"]["cv"] == 0 and lines["unweighted"]["auc"] == 0.5
     softmin = lines["softmin-V1"]
     assert softmin["weight_planted"] < 0.9 < 1.02 < softmin["weight_learned"]
@@ -90,23 +92,30 @@ def test_control_writes_a_line_for_each_row_once(tmp_path, capsys, monkeypatch):
     assert len({line["loss_learned"] for line in lines.values()}) == len(rows)
     control.main(argv)      # nothing is measured again
     assert (tmp_path / "rows.jsonl").read_text() == text
+    assert [path.name for path in tmp_path.glob("teacher*")] == ["teacher-3"]
+    argv.rows, argv.teacher_seed = ["unweighted"], 5
+    control.main(argv)      # with the teacher of another seed
+    line = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[-1])
+    assert line["teacher"] == "one" and line["seed"] == 3 and (tmp_path / "teacher-5").is_dir()
+    assert line["loss_learned"] != lines["unweighted"]["loss_learned"]
 
 
-@pytest.mark.parametrize("how", ("noise", "random", "flat", "none"))
+@pytest.mark.parametrize("how", ("noise", "random", "pasted", "none"))
 def test_planting_chooses_patches_and_replaces_their_tokens_alone(how):
     planting = control.Planting(how, 0.4, seed=1)
-    images = torch.rand(3, 3, 20, 20)
-    images[:, :, :, :8] = 0.5      # two of five columns are flat
+    images = torch.full((3, 3, 20, 20), 0.5)
     noise = torch.rand(3, 25) < 0.3
-    planted = planting.choose(images, noise)
+    found, planted = planting.choose(images, noise)
     if how == "noise":
         assert torch.equal(planted, noise)
     elif how == "none":
         assert not planted.any()
     else:
         assert planted.sum(1).tolist() == [10, 10, 10]
-    if how == "flat":
-        assert planted.view(3, 5, 5)[:, :, :2].all()
+    changed = (found != images).view(3, 3, 5, 4, 5, 4).any(5).any(3)      # [B, 3, 5, 5]
+    pasted = planted if how == "pasted" else torch.zeros_like(planted)
+    assert torch.equal(changed, pasted.view(3, 1, 5, 5).expand(-1, 3, -1, -1))
+    assert found.min() >= 0 and found.max() <= 1
     tokens = torch.randn(3, 26, 4000) * 3 + 2
     planting.learn(tokens)
     got, again = planting.plant(tokens, planted), planting.plant(tokens, planted)
@@ -131,36 +140,57 @@ def test_kinds_of_patches_follow_the_crop_and_the_flip():
         shares = F.avg_pool2d(seen[:2], 6).flatten(1)
         assert torch.equal(view["object"], shares[0] >= 0.5)
         assert torch.equal(view["noise"], shares[1] >= 0.95)
+        assert torch.equal(view["clear"], shares[1] <= 0.05)
+    assert any((~view["noise"] & ~view["clear"]).any() for view in found)
 
 
-def test_a_step_of_the_control_is_eq_5_and_7(tmp_path):
-    """The gradient of a routed arm is that of explore_losses with the token loss alone."""
+@pytest.mark.parametrize("kind", ("routed", "aside", "apart"))
+def test_a_step_of_the_control_is_eq_5_and_7(kind, tmp_path):
+    """The gradient of a routed arm is that of explore_losses with the token loss alone. aside and
+    apart have its two parts.
+    """
     case = options(tmp_path, "shapes-noise")
     teacher = type("Teacher", (), {"dim": 10})()
-    arm = control.Arm("routed-L0.3", case, 0, teacher)
+    arm = control.Arm(f"{kind}-L0.3", case, 0, teacher)
     images, mask = torch.rand(5, 3, 24, 24), torch.arange(16).expand(5, 16) % 3 == 0
     targets = torch.randn(5, 17, 10)
-    gradients = {}
+    found = {}
     control.common.optimizer_step, kept = (
-        lambda *args: gradients.update({name: p.grad.clone() for name, p in
-                                        arm.student.named_parameters() if p.grad is not None}),
+        lambda *args: found.update({name: p.grad.clone() for name, p in
+                                    arm.student.named_parameters() if p.grad is not None}),
         control.common.optimizer_step)
     try:
         arm.step(0.1, images, mask, targets, torch.zeros(5, 16, dtype=torch.bool))
     finally:
         control.common.optimizer_step = kept
-    arm.student.zero_grad()
+
     pred = arm.student(control.data.normalize(images), mask)
     block = max(pred.routing)
     loss = losses.token_loss(pred.tokens[:, 1:], control.of_student(pred, targets[:, 1:]))
     dispatch = pred.routing[block].dispatch
-    total = (losses.routed_mean(loss, losses.patch_weights(dispatch, 0))
-             - 0.3 * losses.dispatch_entropy(dispatch).sum())
-    total.backward()
-    expected = {name: p.grad for name, p in arm.student.named_parameters() if p.grad is not None}
-    assert gradients.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
+    weight = losses.patch_weights(dispatch, 0)
+    weighted = losses.routed_mean(loss, weight.detach())
+    through_router = (losses.routed_mean(loss.detach(), weight)
+                      - 0.3 * losses.dispatch_entropy(dispatch).sum())
+    parameters = dict(arm.student.named_parameters())
+
+    def gradients(total):
+        values = torch.autograd.grad(total, parameters.values(), retain_graph=True,
+                                     materialize_grads=True)
+        return dict(zip(parameters, values))
+    first, second = gradients(weighted), gradients(through_router)
+    if kind == "aside":
+        first = gradients(loss.mean())
+    router = [f"encoder.blocks.{block}.mlp.{name}" for name in ("phi", "scale")]
+    assert first.keys() >= set(router)
+    for name, gradient in first.items():
+        reaches = kind != "apart" or name in router
+        expected = gradient + second[name] if reaches else gradient
+        if name in found:
+            torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-6)
+        else:
+            assert not expected.any()
+    assert max(second[name].abs().max() for name in second if name not in router) > 1e-4
 
 
 def test_the_probe_separates_classes_that_are_linear_in_the_features():
@@ -187,6 +217,7 @@ def test_shares_and_limits_are_those_of_a_plain_calculation():
     assert table.share(found, "b") == "-0.02 ± 0.05, cannot tell below 0.22"
     assert table.share(found, "oracle") == "1 (ceiling)"
     assert table.share(found, "none") == "0 (floor)"
+    assert table.share(found, "a", "clear") == ""      # lines without these patches
     assert found.gains("b", "loss_learned") == [0, 1, -0.5]
     assert found.gains("router", "loss_learned", relative=True) == [-200 / 7] * 3
     assert table.cell([1.5], 1, "+") == "+1.5 (one seed)"
@@ -200,6 +231,18 @@ def test_the_tables_are_those_of_the_rows():
     assert text == README, "run table.py"
     compared, told = table.count_comparisons(LINES)
     assert f"Of {compared}\n  comparisons with a floor, {told} are above it" in README
+
+
+def test_the_weights_of_a_row_are_drawn_after_each_epoch(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(control, "subset", lambda options, split, count:
+                        control.Cached(control.data.open_images("shapes", split, 24), range(128)))
+    argv = options(tmp_path, "shapes", "--plant", "pasted", "--rows", "routed-L0.1")
+    argv.draw = tmp_path / "a.png"
+    control.main(argv)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "planted" in line]
+    assert [line.split(":")[0] for line in lines] == ["epoch 0", "epoch 1", "epoch 2"]
+    assert argv.draw.read_bytes()[:4] == b"\x89PNG" and not argv.out.exists()
 
 
 def test_the_picture_is_drawn(tmp_path):
@@ -218,10 +261,11 @@ def test_run_sh_makes_the_rows_of_the_page(tmp_path):
         script, *argv = call.split("\n")
         assert script == "experiments/control.py"
         args = control.parse_args(argv)
-        made |= {(Path(args.data).name, args.plant, args.encoding, args.epochs, row, seed)
+        teacher = "own" if args.teacher_seed is None else "one"
+        made |= {(Path(args.data).name, args.plant, args.encoding, args.epochs, teacher, row, seed)
                  for row in args.rows for seed in args.seeds}
-    there = {tuple(line[key] for key in ("set", "plant", "encoding", "epochs", "row", "seed"))
-             for line in LINES}
+    keys = ("set", "plant", "encoding", "epochs", "teacher", "row", "seed")
+    there = {tuple(line[key] for key in keys) for line in LINES}
     assert made == there
 
 
