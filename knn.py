@@ -74,6 +74,20 @@ def classify(queries: Tensor, bank: Tensor, labels: Tensor, classes: int, k: int
     return torch.cat(predicted)
 
 
+def accuracy(encoder: ViT, train: data.CenterViews, val: data.CenterViews, args,
+             process: common.Process) -> float:
+    """-> top-1 accuracy on `val` in percent, by the neighbors in `train`; each process classifies
+    its share.
+    """
+    bank, labels = extract(encoder, train, args.batch_size, process, "bank")
+    queries, truth = extract(encoder, val, args.batch_size, process, "val")
+    share = slice(process.rank, None, process.world)
+    predicted = classify(queries[share], bank, labels, len(train.dataset.classes), args.k,
+                         args.temperature)
+    hits = process.sum((predicted == truth[share]).sum()).item()
+    return 100 * hits / len(truth)
+
+
 def main(args) -> list[float]:
     """-> top-1 accuracy of each checkpoint, in percent"""
     process = common.Process(args)
@@ -94,15 +108,8 @@ def main(args) -> list[float]:
                                    f"{args.data}")
         if process.compile:
             encoder.compile()
-        bank, labels = extract(encoder, data.CenterViews(train, size), args.batch_size, process,
-                               "bank")
-        queries, truth = extract(encoder, data.CenterViews(val, size), args.batch_size, process,
-                                 "val")
-        share = slice(process.rank, None, process.world)      # of the queries, for this process
-        predicted = classify(queries[share], bank, labels, len(train.classes), args.k,
-                             args.temperature)
-        hits = process.sum((predicted == truth[share]).sum()).item()
-        results[path] = 100 * hits / len(truth)
+        results[path] = accuracy(encoder, data.CenterViews(train, size),
+                                 data.CenterViews(val, size), args, process)
         if process.rank == 0:
             print(f"{results[path]:6.2f}%  {path}", flush=True)
             row = {"checkpoint": path, "path": str(Path(path).resolve()),

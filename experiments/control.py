@@ -130,7 +130,7 @@ def kinds(dataset: Dataset, index: int, image: Tensor) -> Tensor:
     if isinstance(dataset, Shapes):
         found[0] = 255 * dataset.mask(index)
         if dataset.noise:      # drawn last: without it, the image is the same elsewhere
-            split = "train" if dataset.length == 4096 else "val"
+            split = "val" if dataset.stream else "train"
             other, _ = Shapes(split, image.shape[-1])[index]
             found[1] = 255 * (image != other).any(0)
     return found

@@ -69,13 +69,22 @@ def options(tmp_path, *argv):
     return control.parse_args([*argv, *small])
 
 
-def test_control_writes_a_line_for_each_row_once(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def few_images(monkeypatch):
+    """Drawn sets have 192 images for training, of teachers too, and 48 for validation."""
+    open_images = control.data.open_images
+
+    def open_few(*args, **keywords):
+        dataset = open_images(*args, **keywords)
+        dataset.length = {4096: 192, 1024: 48}[dataset.length]
+        return dataset
+    monkeypatch.setattr(control.data, "open_images", open_few)
+
+
+def test_control_writes_a_line_for_each_row_once(tmp_path, capsys, few_images):
     rows = ["unweighted", "oracle", "softmin-V1", "routed-L0.1", "router-V0.3-rate20",
             "detached-V1", "none_oracle", "routed-V1-cut0.5", "routed-V1-times-start5",
             "routed-V1-block1", "aside-V1", "apart-V1", "oracle-keep0.5"]
-    monkeypatch.setattr(control, "subset", lambda options, split, count:
-                        control.Cached(control.data.open_images("shapes-noise", split, 24),
-                                       range(192 if split == "train" else 48)))
     argv = options(tmp_path, "shapes-noise", "--plant", "noise", "--seeds", "3", "--rows", *rows)
     control.main(argv)
     text = (tmp_path / "rows.jsonl").read_text()
@@ -233,10 +242,8 @@ def test_the_tables_are_those_of_the_rows():
     assert f"Of {compared}\n  comparisons with a floor, {told} are above it" in README
 
 
-def test_the_weights_of_a_row_are_drawn_after_each_epoch(tmp_path, capsys, monkeypatch):
+def test_the_weights_of_a_row_are_drawn_after_each_epoch(tmp_path, capsys, few_images):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(control, "subset", lambda options, split, count:
-                        control.Cached(control.data.open_images("shapes", split, 24), range(128)))
     argv = options(tmp_path, "shapes", "--plant", "pasted", "--rows", "routed-L0.1")
     argv.draw = tmp_path / "a.png"
     control.main(argv)
