@@ -34,7 +34,7 @@ class RandomLossWeighting(ObjectiveWeights):
     """RLW: the softmax of random normals.
 
     They are a function of (seed, step), so all processes draw the same, and a resumed run goes on
-    with them. Of the argument `weights`, only the length and the device are used.
+    with them. The argument `weights` says how many there are, and on which device.
     """
 
     def __init__(self, weights: Tensor, seed: int):
@@ -42,10 +42,10 @@ class RandomLossWeighting(ObjectiveWeights):
         self.seed = seed
 
     def forward(self, step: int) -> Tensor:
-        # no number is used by runs of two seeds, as long as they have less than a million steps
+        # so far apart that runs of two seeds share no generator in their first million steps
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        return self.weights.copy_(torch.randn(len(self.weights), generator=generator).softmax(0),
-                                  non_blocking=True)
+        weights = torch.randn(len(self.weights), generator=generator).softmax(0)
+        return weights.to(self.weights.device, non_blocking=True)
 
 
 class GradNorm(ObjectiveWeights):
@@ -54,8 +54,8 @@ class GradNorm(ObjectiveWeights):
     G_k is the norm of objective k's weighted gradient at the layer `shared`. r_k is the loss
     divided by its first value, and by the mean of this quotient over objectives. Each weight
     takes a gradient step of size `lr` on |G_k - mean(G) r_k ** alpha| with a constant target;
-    then the weights are scaled to sum to K. Of the argument `weights`, only the length and the
-    device are used.
+    then the weights are scaled to sum to K. The argument `weights` says how many there are, and on
+    which device.
     """
 
     def __init__(self, weights: Tensor, shared: nn.Module, alpha: float, lr: float,
@@ -64,7 +64,8 @@ class GradNorm(ObjectiveWeights):
         self.register_buffer("first", torch.zeros_like(weights))      # 0 until it is known
         self.shared = list(shared.parameters())
         self.alpha, self.lr, self.scaler = alpha, lr, scaler
-        self.observed = []      # of each micro-batch, [K, 1 + P]: losses, P gradients
+        # for each micro-batch, [K, 1 + M]: each loss, and its gradient at `shared`, M numbers
+        self.observed = []
 
     def observe(self, losses: Tensor):
         # Without the scale, small gradients would be zero in FP16. get_scale() would make the host
@@ -87,28 +88,28 @@ class GradNorm(ObjectiveWeights):
         change = self.lr * torch.sign(weighted - target) * norms
         changed = (self.weights - change).clamp_min(1e-3)      # ours: no weight becomes negative
         changed = changed * len(changed) / changed.sum()
-        self.weights.copy_(torch.where(changed.isfinite().all(), changed, self.weights))
+        self.weights = torch.where(changed.isfinite().all(), changed, self.weights)
 
 
 class Lambda(nn.Module):
-    """lambda [L] of Eq. 7: fixed or, beyond the paper, std(loss) / `variation`.
+    """lambda [L] of Eq. 7: fixed or, beyond the paper, w * std(loss) / `variation`.
 
     L is the length of `follows`. Entry i is for expert i. Softmin uses the same entries, 0 for the
     token loss and 1 for the pixel loss, even if there are fewer experts.
 
-    Patches whose losses differ by lambda differ in weight by a factor of e = 2.718: if w is 1, the
-    weights that minimize the sum of Eq. 5 and 7 are proportional to exp(-loss / lambda). So a
-    router that knew the losses would have weights whose coefficient of variation is about
-    `variation`, as long as that is well below 1. In dense encoding they would vary more: if the
-    masked patches, which alone have a loss, hold a share m < 1 of the weight, the entropy among
-    them has the factor m in Eq. 6, as if lambda were smaller, m * lambda. A real router's weights
-    vary less.
-
     lambdas: at most L values; the last one is repeated for the remaining entries. With
     `variation`, they serve only until a step has a finite std. follows: for each entry, the
-    objective whose std and w set it, if there is a `variation`. With `times_w`, std / variation is
-    multiplied by w: a router needs that, because Eq. 8 multiplies the loss by w, but not the
+    objective whose std and w set it, if there is a `variation`. Without `times_w`, which is for
+    softmin, w is left out: a router needs it, because Eq. 8 multiplies the loss by w, but not the
     entropy.
+
+    Patches whose losses differ by lambda differ in softmin's weight by a factor of e, so the
+    coefficient of variation of these weights is about `variation`, as long as that is well below 1.
+    A router that minimizes the sum of Eq. 5 and 7 has weights proportional to
+    exp(-w * loss / (m * lambda)), where the patches that have this loss hold the share m of its
+    weight. In sparse encoding, m is nearly 1, because [CLS] alone has no loss. In dense encoding, m
+    is the mask ratio or less, so the weights vary about 1 / m times as much. A real router lags
+    behind, and its weights vary less.
     """
 
     def __init__(self, lambdas: list[float], follows: list[str], objectives: list[str],
@@ -145,8 +146,8 @@ class Lambda(nn.Module):
         new = batch_mean(self.observed)
         finite = new.isfinite().all()
         self.steps += finite
-        # The plain mean of the first ten steps, and then an exponential one with a rate of 0.1.
-        # Before the first finite step, this is 1 / 0, and not used.
+        # The plain mean of the first ten finite steps, and then an exponential one with a rate of
+        # 0.1. Until a step is finite, the rate is 1 / 0, and the mean is not used.
         mean = self.std.lerp(new, (1 / self.steps).clamp_min(0.1))
         self.std.copy_(torch.where(finite, mean, self.std))
 

@@ -2,8 +2,9 @@
 
 Needs nothing but torch. `explore_losses` computes the losses of Eq. 8, and what regularizes
 routers, in three steps: score (Eq. 1 to 3), couple (Eq. 5), regularize (Eq. 6 and 7). The caller
-multiplies the losses by their weights w, and adds them and the regularizer. Where the printed
-Eq. 8 differs from Eq. 5, Eq. 5 holds.
+multiplies the losses by their weights w, and adds them and the regularizer. The printed Eq. 8
+divides a weighted loss by the number of patches; here, it is divided by the sum of the weights, as
+in Eq. 5.
 
 Shapes: B images, N patches, V of them visible, T tokens of the student with [CLS] first, E
 experts, D features, K objectives. Patch losses and weights are [B, N], or [B, V] where they
@@ -88,17 +89,18 @@ def softmin_weights(patch_loss: Tensor, selected: Tensor, lambda_: Tensor | floa
     lambda > 0 in the unit of the loss -> weights [B, N], 0 where not selected. Patches whose
     losses differ by lambda differ in weight by a factor of e.
 
-    Suppose that there is one expert, that w is 1, and that every token has a patch loss. (In
-    training, [CLS] has none, so what follows holds nearly.) Let p be the weights of an image's
-    patches, whose sum is 1. Then the sum of Eq. 5 and 7 for this image is
-    sum(p * loss) - lambda * H(p). The p that minimize it are the weights of this function, divided
-    by their sum. The minimum is, up to a constant, -lambda * log(mean(exp(-loss / lambda))): a
-    tilted loss with negative tilt. Its gradient is that of Eq. 5 with these weights, detached. If
-    gradients flowed through the weights, losses that exceed the weighted mean by more than lambda
-    would be pushed up.
+    Let p be weights of one image's patches, whose sum is 1, and suppose that no token without a
+    patch loss has a weight. Then the sum of Eq. 5 and 7 for one expert, with w = 1, is
+    sum(p * loss) - lambda * H(p). The weights of this function, divided by their sum, minimize it.
+    The minimum is, up to a constant, -lambda * log(mean(exp(-loss / lambda))), a tilted loss with
+    negative tilt. Its gradient with respect to the losses is p: that of Eq. 5 with detached
+    weights. If gradients flowed through the weights, losses that exceed the weighted mean by more
+    than lambda would be pushed up. In training, a router also gives weight to tokens without a
+    patch loss: to [CLS] and, in dense encoding, to the visible patches. See `balance.Lambda`.
     """
-    # Relative to the smallest loss that counts, whose weight is 1: so not all weights can
-    # underflow. A patch that does not count may cost less; unclamped, it would be 0 * inf.
+    # Losses are relative to the smallest selected one, whose weight is 1, so the weights cannot all
+    # underflow. The loss of an unselected patch may be smaller still. Without the clamp, its
+    # exponential could overflow, and 0 * inf is NaN.
     smallest = patch_loss.masked_fill(selected == 0, math.inf).amin(1, keepdim=True)
     return selected * ((smallest - patch_loss).clamp_max(0) / lambda_).exp()
 
@@ -146,23 +148,23 @@ class Score(NamedTuple):
     routable: bool          # whether its patches are among the encoder's tokens
 
 
-def couple(score: Score, weight: Tensor, neutral: float | None = None
+def couple(score: Score, weight: Tensor, normalize: bool = True, neutral: float = 1.0
            ) -> tuple[Tensor, dict[str, Tensor]]:
     """Eq. 5: the mean of a patch loss over the selected patches, weighted -> (loss, metrics)
 
     weight [B, N]. Metrics: the unweighted loss, the ratio of the weighted to the unweighted loss,
-    and the standard deviation of the patch losses. `neutral` is for the paper's ablation with
-    combine weights: if it is given, the loss is not divided by the sum of the weights, so a router
-    can make it vanish. `neutral` is 1 / E, the weight of each patch if the router prefers no
-    expert. The ratio is divided by it, so a router without a preference has a ratio of 1.
+    and the standard deviation of the patch losses. In the paper's ablation with combine weights,
+    `normalize` is False: the loss is the plain mean of weight times loss, which a router can make
+    vanish. There, `neutral` is 1 / E, the weight of each patch if the router prefers no expert. The
+    ratio is divided by it, so that 1 always means no preference.
     """
-    if neutral is None:
+    if normalize:
         loss = routed_mean(score.patch_loss, weight * score.selected)
-    else:      # the plain mean, over the selected patches, of weight times loss
+    else:
         loss = routed_mean(weight * score.patch_loss, score.selected)
     with torch.no_grad():
         unweighted = routed_mean(score.patch_loss, score.selected)
-        metrics = {"unweighted": unweighted, "ratio": loss / (unweighted * (neutral or 1)),
+        metrics = {"unweighted": unweighted, "ratio": loss / (unweighted * neutral),
                    "std": patch_std(score.patch_loss, score.selected)}
     return loss, metrics
 
@@ -231,9 +233,10 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
       "softmin"   `softmin_weights`, with the lambda of expert 0 for the token loss and that of
                   expert 1 for the pixel loss, even without experts;
       "uniform"   none.
-    A patch loss without weights is the plain mean over its patches. `lambdas`: lambda of each
-    expert in Eq. 7, or one for all. Softmin of two losses uses two, even with fewer experts. Raises
-    ValueError if targets do not have 1 + N tokens.
+    A patch loss without weights is the plain mean over its patches. `detach`: see `patch_weights`.
+    `lambdas`: lambda of each expert in Eq. 7, or one for all. Softmin of two losses uses two, even
+    with fewer experts. `entropy_on`: the weights of Eq. 6, "dispatch" or, in an ablation,
+    "combine". Raises ValueError if targets do not have 1 + N tokens.
     """
     if targets.shape[1] != 1 + mask.shape[1]:
         raise ValueError(
@@ -266,12 +269,13 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     # Couple (Eq. 5): the mean of each patch loss, weighted by its expert.
     routing = stack_routings(pred, loss_block)
     experts = routing["dispatch"].shape[-1] if routing else 0
-    # A single lambda counts for all experts, and for two losses with softmin, even without experts.
+    # One lambda is repeated for all experts. Softmin takes those of experts 0 and 1, even if there
+    # are no such experts.
     lambdas = lambdas + targets.new_zeros(max(2, experts))
     weights = None
     if routing and loss_weights not in ("uniform", "softmin"):
         weights = routing[loss_weights].mean(0)      # the mean over blocks, [B, T, E]
-    neutral = 1 / experts if experts and loss_weights == "combine" else None
+    normalize = loss_weights != "combine"
     metrics = {}
     for name, score in scores.items():
         if loss_weights == "softmin":
@@ -281,7 +285,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         else:
             losses[name] = routed_mean(score.patch_loss, score.selected)
             continue
-        losses[name], more = couple(score, weight, neutral)
+        losses[name], more = couple(score, weight, normalize, 1 if normalize else 1 / experts)
         metrics |= {f"{name}_{key}": value for key, value in more.items()}
 
     # Regularize (Eq. 6 and 7): pull the weights of each expert towards uniform ones.
@@ -290,7 +294,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         regularizer, more = regularize(routing, lambdas[:experts], entropy_on, importance_weight)
         metrics |= more
         with torch.no_grad():
-            # of the mean weights of the blocks, over all patches that the router sees
+            # of the weights averaged over blocks, over all patches that the router sees
             metrics["dispatch_cv"] = dispatch_cv(routing["dispatch"].mean(0)[:, 1:])
             metrics["cls_share"] = routing["dispatch"][:, :, 0].mean((0, 1))
 

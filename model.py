@@ -130,7 +130,7 @@ class DropPath(nn.Module):
 
     def __init__(self, p: float):
         super().__init__()
-        # A tensor, because torch.compile would compile a block again for each value of a number.
+        # a tensor, because torch.compile compiles a block again if a number in it has another value
         self.register_buffer("p", torch.tensor(p), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -339,12 +339,13 @@ class Prediction(NamedTuple):
 
 
 class Explore(nn.Module):
-    """The student: a ViT, a linear head from its width to the teacher's, and a pixel decoder.
+    """The student: a ViT, and a linear head from its width to the teacher's.
 
     Sparse encoding processes only the visible patches, as MAE does. Dense encoding processes all
-    patches, with a mask token in place of the masked ones, as BEiT does. `pixels` adds a decoder
-    of size `decoder`. `loss_router` adds a router on the final tokens. It has no MLPs: its weights
-    serve the losses alone, which the paper leaves for future work.
+    patches, with a mask token in place of the masked ones, as BEiT does. `mask_ratio` is the share
+    of masked patches. `pixels` adds a pixel decoder of size `decoder`. `loss_router` adds a router
+    on the final tokens. It has no MLPs, and its weights serve the losses alone. The paper leaves
+    such a router for future work.
     """
 
     def __init__(self, encoder: ViT, teacher_dim: int, mask_ratio: float = 0.4,

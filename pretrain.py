@@ -99,13 +99,13 @@ def parse_args(argv: list[str] | None = None):
     group.add_argument(
         "--entropy-weight", type=non_negative, nargs="+", default=[5.0], metavar="L",
         help="lambda, the weight of the entropy of experts 0, 1, ...; the last one counts for the "
-             "remaining experts. If a router knew the losses, patches whose losses differ by "
-             "lambda / w of Eq. 8 would differ in weight by a factor of e")
+             "remaining experts. The smaller lambda is, the more the weights differ: with softmin, "
+             "by a factor of e between patches whose losses differ by lambda")
     group.add_argument(
         "--variation", type=number(float, "(0, inf)"), metavar="V",
-        help="beyond the paper, instead of --entropy-weight: lambda is the standard deviation of "
-             "the patch losses of an image, a running mean over steps, divided by V (and times w "
-             "of Eq. 8 for a router)")
+        help="beyond the paper, instead of --entropy-weight: lambda is s / V, where s is the "
+             "standard deviation of the patch losses within an image, a mean over images and "
+             "recent steps; for a router, times w of Eq. 8")
     group.add_argument("--entropy-on", choices=("dispatch", "combine"), default="dispatch",
                        help="weights whose entropy is regularized")
     group.add_argument("--importance-weight", type=non_negative, default=0.0,
@@ -133,6 +133,7 @@ def check(parser, args):
     objectives = OBJECTIVES[args.objective]
     softmin = args.loss_weights == "softmin"
     router = args.experts or args.loss_router
+    a_router = "--experts above 0 or --loss-router"
     by_router = args.loss_weights in ("dispatch", "combine")
     static = args.balance == "static"
     # "is not", because an explicit --entropy-weight 5 equals the default, but counts as given
@@ -144,15 +145,15 @@ def check(parser, args):
             ("loss_block", args.experts, "--experts above 0"),
             ("loss_block", not args.loss_router, "a run without --loss-router"),
             ("loss_router", by_router, "--loss-weights dispatch or combine"),
-            ("loss_weights", router or softmin, "--experts above 0 or --loss-router"),
-            ("detach", router, "--experts above 0 or --loss-router"),
+            ("loss_weights", router or softmin, a_router),
+            ("detach", router, a_router),
             ("detach", by_router, "--loss-weights dispatch or combine"),
-            ("entropy_weight", router or softmin, "--experts above 0 or --loss-router"),
-            ("variation", softmin or (router and by_router), "a loss that is weighted: --experts "
-             "above 0 or --loss-router, and not --loss-weights uniform"),
+            ("entropy_weight", router or softmin, f"{a_router}, or --loss-weights softmin"),
+            ("variation", softmin or (router and by_router), "a loss that is weighted: "
+             f"--loss-weights softmin, or {a_router} without --loss-weights uniform"),
             ("variation", not lambda_given, "a run without --entropy-weight"),
-            ("entropy_on", router, "--experts above 0 or --loss-router"),
-            ("importance_weight", router, "--experts above 0 or --loss-router"),
+            ("entropy_on", router, a_router),
+            ("importance_weight", router, a_router),
             ("balance", len(objectives) > 1, "an --objective of several terms"),
             ("cls_weight", static and "cls" in objectives,
              "--balance static, and cls in --objective"),
@@ -163,13 +164,14 @@ def check(parser, args):
         if not met and getattr(args, name) != parser.get_default(name):
             parser.error(f"{common.flag(name)} needs {condition}")
 
-    try:
+    try:      # ViT refuses sizes and blocks that do not fit; on this device it takes no memory
         with torch.device("meta"):
-            blocks = build_student(args, teacher_dim=1).encoder.moe_blocks
+            student = build_student(args, teacher_dim=1)
     except ValueError as error:
         parser.error(str(error))
-    patches = (args.image_size // args.patch_size) ** 2
-    masked = int(args.mask_ratio * patches)
+    moe_blocks = student.encoder.moe_blocks
+    patches = student.encoder.grid ** 2
+    masked = patches - student.visible
     lambda_count = len(lambda_objectives(args))
     last_expert = max(loss_of_expert(args))      # the highest that a loss needs
     for wrong, message in (
@@ -181,20 +183,22 @@ def check(parser, args):
             (softmin and min(args.entropy_weight) == 0,
              "--loss-weights softmin needs an --entropy-weight above 0"),
             (lambda_given and len(args.entropy_weight) > lambda_count,
-             f"--entropy-weight has {len(args.entropy_weight)} values for {lambda_count} lambdas"),
+             f"--entropy-weight has {len(args.entropy_weight)} values; this run uses at most "
+             f"{lambda_count}"),
             (router and by_router and count_experts(args) <= last_expert,
              f"--experts {args.experts}: expert {last_expert} weights the "
              f"{loss_of_expert(args)[last_expert]} loss, so there must be {last_expert + 1}"),
-            (set(args.loss_block or []) - set(blocks),
-             f"--loss-block {args.loss_block}: the MoE blocks are {blocks}")):
+            (set(args.loss_block or []) - set(moe_blocks),
+             f"--loss-block {args.loss_block}: the MoE blocks are {moe_blocks}")):
         if wrong:
             parser.error(message)
 
 
 def loss_of_expert(args) -> dict[int, str]:
-    """{expert: the patch loss that its weights or, with softmin, its lambda is for}
+    """Which expert serves which patch loss: {expert: objective}
 
-    This does not depend on --experts, so there may be no such expert. Softmin needs none.
+    Its dispatch or combine weights weight this loss. With softmin, only its lambda is used, and the
+    expert need not exist. Whether it exists is for `check` to say.
     """
     losses = {0: "token"}
     # in sparse encoding, the patches of the pixel loss are no tokens of a router
@@ -250,7 +254,7 @@ def main(args):
     dataset = data.open_images(args.data, "train", args.image_size, labels=False)
     plan = common.make_plan(args, process.world, len(dataset))
 
-    # a frozen teacher of the whole image, and a student of what the mask leaves
+    # the frozen teacher sees the whole image, the student what the mask leaves of it
     grid = args.image_size // args.patch_size
     teacher = build_teacher(args.teacher, grid)
     teacher.to(process.device, process.amp)      # amp: a dtype, or None for float32
@@ -305,7 +309,7 @@ def main(args):
             run.log.add(metrics | {"loss": loss.detach()})
 
         run.log.add(common.optimizer_step(optimizer, process.scaler, args.clip_grad))
-        run.log.add({"objective_weights": w.clone()})       # GradNorm and RLW change w in place
+        run.log.add({"objective_weights": w})
         lambdas.update()
         if routers or args.loss_weights == "softmin":
             # Lambda is logged after its update: with --variation, the lambda that the first step
@@ -313,19 +317,21 @@ def main(args):
             run.log.add({"lambda": lambdas(w)})
         if routers:
             run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
-        balance.update()      # after all that reads w: GradNorm changes it in place
+        balance.update()
         # saves and logs if it is time, and stops after a signal
         warn_of_collapse(run.end_step(step))
     run.report(next_commands(args))
 
 
 def compile_all(args, teacher: Teacher, student: Explore):
-    """Compiles the models in place -> `explore_losses`, compiled, too, unless GradNorm is used
+    """Compiles the models in place, and returns the function of the losses: `explore_losses`,
+    compiled unless GradNorm is used.
 
     GradNorm runs backward once for each objective, through the losses and what follows the
-    encoder's blocks, and a compiled graph can do that only once. --recompute calls each block
-    again in the backward pass, so the block is what is compiled. With either, the encoder's blocks
-    are compiled one by one, and the rest of the student is not.
+    encoder's blocks. A compiled graph may refuse that, because its first backward pass may free
+    what the next one needs. --recompute calls each block again in the backward pass, so the block
+    is what is compiled. With either, the encoder's blocks are compiled one by one, and the rest of
+    the student is not.
     """
     blockwise = args.balance == "gradnorm" or args.recompute
     for module in [teacher, *(student.encoder.blocks if blockwise else [student])]:

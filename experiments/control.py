@@ -12,6 +12,7 @@ first row is trained for a picture instead: its router's weights after each epoc
 """
 
 import argparse
+import hashlib
 import json
 import math
 import sys
@@ -32,6 +33,7 @@ import finetune
 import knn
 import pretrain
 from balance import Lambda
+from checkpoint import load_checkpoint
 from losses import (
     dispatch_entropy,
     patch_std,
@@ -73,6 +75,7 @@ CHANGES = {
     "block": "the block whose router weights the loss",
 }
 W = torch.ones(1)      # of Eq. 8: the token loss is the only objective
+FAILED = 30      # a teacher below this top-1 accuracy in percent failed; chance is 10
 RUN = ["--batch-size", "64", "--warmup-epochs", "1", "--lr", "2e-3", "--drop-path", "0", "--amp",
        "off", "--workers", "0"]
 
@@ -96,7 +99,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--images", type=int, default=4096, help="of train/ (default: 4096)")
     add("--teacher", default="runs/control-teacher", metavar="FOLDER",
         help="the teacher of seed S is FOLDER-S: it is trained there, with seed S, on all of "
-             "train/, if it is missing")
+             "train/, if it is missing;\na seed whose teacher failed is left out")
     add("--teacher-seed", type=int, metavar="S", help="the teacher of all seeds is FOLDER-S")
     add("--teacher-epochs", type=int, default=4)
     add("--out", type=Path, default=HERE / "control.jsonl", metavar="FILE")
@@ -432,7 +435,7 @@ def draw(options, count: int = 6):
     """Draws validation images, and expert 0's weights on all of their patches after each epoch."""
     from matplotlib.figure import Figure
     seed = options.seeds[0]
-    teacher = make_teacher(options, seed)
+    teacher, _ = make_teacher(options, seed)
     arm = Arm(options.rows[0], options, seed, teacher)
     grid = arm.args.image_size // arm.args.patch_size
     views, val_views = (
@@ -471,16 +474,22 @@ def draw(options, count: int = 6):
 
 # ---------------------------------------------------------------------------- all rows
 
-def make_teacher(options, seed: int) -> Teacher:
-    """A supervised ViT-nano, trained on all of train/ if it is missing."""
+def make_teacher(options, seed: int) -> tuple[Teacher, dict]:
+    """A supervised ViT-nano, trained on all of train/ -> (it, what it is)
+
+    A training that was stopped goes on, and a complete one is not repeated. Another processor
+    trains a slightly different teacher, so its digest says which rows can be compared.
+    """
     folder = f"{options.teacher}-{seed}"
-    if not Path(folder, "last.pt").exists():
-        finetune.main(finetune.parse_args([
-            "--data", options.data, "--model", "vit_nano", "--image-size",
-            str(options.image_size), "--patch-size", str(options.patch_size), "--epochs",
-            str(options.teacher_epochs), "--seed", str(seed), *RUN, "--augment", "plain",
-            "--layer-decay", "1", "--out", folder]))
-    return build_teacher(f"{folder}/last.pt", options.image_size // options.patch_size)
+    scores = finetune.main(finetune.parse_args([
+        "--data", options.data, "--model", "vit_nano", "--image-size", str(options.image_size),
+        "--patch-size", str(options.patch_size), "--epochs", str(options.teacher_epochs),
+        "--seed", str(seed), *RUN, "--augment", "plain", "--layer-decay", "1", "--out", folder]))
+    last = f"{folder}/last.pt"
+    weights = torch.cat([x.flatten() for x in load_checkpoint(last)["model"].values()])
+    digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:8]
+    return (build_teacher(last, options.image_size // options.patch_size),
+            {"teacher_top1": scores["top1"], "teacher_digest": digest})
 
 
 def subset(options, split: str, count: int) -> Cached:
@@ -511,10 +520,13 @@ def main(options: argparse.Namespace):
         sets = sets or [subset(options, split, count) for split, count in
                         (("train", options.images), ("val", 1024))]
         teacher_seed = seed if options.teacher_seed is None else options.teacher_seed
-        teacher = make_teacher(options, teacher_seed)
+        teacher, known = make_teacher(options, teacher_seed)
+        if known["teacher_top1"] < FAILED:
+            print(f"seed {seed} is left out: its teacher has {known['teacher_top1']:.1f} %")
+            continue
         for name, row in run_rows(names, options, seed, teacher, *sets):
             with open(options.out, "a") as file:
-                file.write(json.dumps(rounded(keys[name] | row)) + "\n")
+                file.write(json.dumps(rounded(keys[name] | known | row)) + "\n")
             print(f"seed {seed}, {name}: loss {row['loss_learned']:.4f}, "
                   f"k-NN {row['knn_mean']:.2f}", flush=True)
 
