@@ -273,7 +273,8 @@ def main(args):
     if args.variation:
         stateful["lambda"] = lambdas
 
-    run = Run(args, process, plan, dataset, student.encoder.config, stateful, shown=objectives)
+    run = Run(args, process, plan, dataset, encoder=student.encoder.config, stateful=stateful,
+              shown=objectives)      # in the progress bar
     run.resume()
     millions = sum(p.numel() for p in student.encoder.parameters()) / 1e6
     run.announce(f"{args.model}, {millions:.1f} M parameters, {args.experts} experts, "
