@@ -4719,7 +4719,8 @@ def test_commands_and_flags_that_the_reference_names_exist(capsys):
 
 
 @pytest.mark.parametrize("name, flags", (
-    ("pretrain", "--objective token_cls_pixel --encoding dense --importance-weight 0.1"),
+    *(("pretrain", f"--objective {objective} --importance-weight 0.1 --encoding dense --experts 3")
+      for objective in pretrain.OBJECTIVES),
     ("pretrain", "--variation 0.2"), ("finetune", ""), ("segment", "")))
 def test_the_reference_names_every_field_of_the_log(stage, monkeypatch, name, flags):
     monkeypatch.setattr(pretrain, "build_student", small_decoder)
@@ -4727,6 +4728,19 @@ def test_the_reference_names_every_field_of_the_log(stage, monkeypatch, name, fl
     rows = re.findall(r"^\| (`[^|]*) \|", RUNNING, re.MULTILINE)
     named = {field for row in rows for field in re.findall(r"`(\w+)`", row)}
     assert {field for line in log for field in line} <= named
+
+
+@pytest.mark.parametrize("encoding", ("sparse", "dense"))
+@pytest.mark.parametrize("objective", pretrain.OBJECTIVES)
+def test_the_fewest_experts_that_are_accepted_are_enough(objective, encoding, stage, monkeypatch):
+    monkeypatch.setattr(pretrain, "build_student", small_decoder)
+    flags = f"--objective {objective} --encoding {encoding} --max-steps 1 --variation 1 --experts "
+    for experts in range(1, 9):
+        with contextlib.suppress(SystemExit):
+            args = pretrain.parse_args(stage("pretrain", f"{flags}{experts}"))
+            break
+    pretrain.main(args)
+    assert args.experts == 1 + max(pretrain.loss_of_expert(args))
 
 
 def test_the_reference_names_every_field_of_knn(stage, tmp_path):
