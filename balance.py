@@ -99,17 +99,16 @@ class Lambda(nn.Module):
 
     lambdas: at most L values; the last one is repeated for the remaining entries. With
     `variation`, they serve only until a step has a finite std. follows: for each entry, the
-    objective whose std and w set it, if there is a `variation`. Without `times_w`, which is for
-    softmin, w is left out: a router needs it, because Eq. 8 multiplies the loss by w, but not the
-    entropy.
+    objective whose std and w set it, if there is a `variation`. times_w: True for a router, because
+    Eq. 8 multiplies the loss by w, but not the entropy. False for softmin, which leaves w out.
 
     Patches whose losses differ by lambda differ in softmin's weight by a factor of e, so the
     coefficient of variation of these weights is about `variation`, as long as that is well below 1.
     A router that minimizes the sum of Eq. 5 and 7 has weights proportional to
-    exp(-w * loss / (m * lambda)), where the patches that have this loss hold the share m of its
-    weight. In sparse encoding, m is nearly 1, because [CLS] alone has no loss. In dense encoding, m
-    is the mask ratio or less, so the weights vary about 1 / m times as much. A real router lags
-    behind, and its weights vary less.
+    exp(-w * loss / (m * lambda)). Here, m is the share of the expert's weight that lies on patches
+    with a loss. In sparse encoding, it is nearly 1, because [CLS] alone has no loss. In dense
+    encoding, it is the mask ratio or less, so the weights vary about 1 / m times as much. A real
+    router lags behind, and its weights vary less.
     """
 
     def __init__(self, lambdas: list[float], follows: list[str], objectives: list[str],

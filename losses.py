@@ -72,7 +72,8 @@ def patch_weights(weights: Tensor, expert: int, detach: bool = False, prefix: in
     combine weights -> weights [B, T - prefix], without the first `prefix` tokens, such as [CLS] and
     registers, which have no patch loss. Detached weights still weight the loss, but send the
     router no gradient: this is the paper's main ablation. The router of a SoftMoE then learns from
-    the experts' outputs and from the regularizer, a loss router from the regularizer alone.
+    the experts' outputs and from the regularizer. A router without experts (`loss_router` of
+    `model.Explore`) learns from the regularizer alone.
     """
     # 1e-30 avoids 0 / 0 when [CLS], for example, has all the weight: the selected patches then
     # count alike. It is far below any weight that matters, and far above the smallest normal
@@ -89,14 +90,14 @@ def softmin_weights(patch_loss: Tensor, selected: Tensor, lambda_: Tensor | floa
     lambda > 0 in the unit of the loss -> weights [B, N], 0 where not selected. Patches whose
     losses differ by lambda differ in weight by a factor of e.
 
-    Let p be weights of one image's patches, whose sum is 1, and suppose that no token without a
-    patch loss has a weight. Then the sum of Eq. 5 and 7 for one expert, with w = 1, is
+    Suppose that all of an expert's weight lies on the patches of one image that have a loss. Let p
+    be these weights, whose sum is 1. With w = 1, the sum of Eq. 5 and 7 is then
     sum(p * loss) - lambda * H(p). The weights of this function, divided by their sum, minimize it.
     The minimum is, up to a constant, -lambda * log(mean(exp(-loss / lambda))), a tilted loss with
-    negative tilt. Its gradient with respect to the losses is p: that of Eq. 5 with detached
-    weights. If gradients flowed through the weights, losses that exceed the weighted mean by more
-    than lambda would be pushed up. In training, a router also gives weight to tokens without a
-    patch loss: to [CLS] and, in dense encoding, to the visible patches. See `balance.Lambda`.
+    negative tilt. Its gradient with respect to the losses is p. Eq. 5 alone has this gradient if
+    the weights are detached. If gradients flowed through them, it would push up losses that exceed
+    the weighted mean by more than lambda. In training, a router also gives weight to tokens without
+    a patch loss: to [CLS] and, in dense encoding, to the visible patches. See `balance.Lambda`.
     """
     # Losses are relative to the smallest selected one, whose weight is 1, so the weights cannot all
     # underflow. The loss of an unselected patch may be smaller still. Without the clamp, its
@@ -234,9 +235,8 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
                   expert 1 for the pixel loss, even without experts;
       "uniform"   none.
     A patch loss without weights is the plain mean over its patches. `detach`: see `patch_weights`.
-    `lambdas`: lambda of each expert in Eq. 7, or one for all. Softmin of two losses uses two, even
-    with fewer experts. `entropy_on`: the weights of Eq. 6, "dispatch" or, in an ablation,
-    "combine". Raises ValueError if targets do not have 1 + N tokens.
+    `lambdas`: lambda of each expert in Eq. 7, or one for all. `entropy_on`: the weights of Eq. 6,
+    "dispatch" or, in an ablation, "combine". Raises ValueError if targets do not have 1 + N tokens.
     """
     if targets.shape[1] != 1 + mask.shape[1]:
         raise ValueError(

@@ -34,7 +34,7 @@ def parse_args(argv: list[str] | None = None):
                          clip_grad=3.0)
     common.add_epoch_flags(parser, epochs=300, warmup=40)
 
-    group = parser.add_argument_group("more of AdamW and of the machine")
+    group = parser.add_argument_group("AdamW's betas, and memory")
     group.add_argument("--betas", type=number(float, "[0, 1)"), nargs=2, default=[0.9, 0.95],
                        metavar="B", help="decay rates of AdamW's two running means")
     group.add_argument(
