@@ -133,8 +133,12 @@ def dispatch_cv(dispatch: Tensor) -> Tensor:
     return (dispatch.std(1, unbiased=False) / dispatch.mean(1)).mean(0)
 
 
+@torch.no_grad()
 def patch_std(patch_loss: Tensor, selected: Tensor) -> Tensor:
-    """Standard deviation over each image's selected patches, mean over images: [B, N] -> scalar"""
+    """Standard deviation over each image's selected patches, mean over images: [B, N] -> scalar
+
+    It has no gradient, which would be NaN where an image has a single selected patch.
+    """
     count = selected.sum(1, keepdim=True)
     mean = (selected * patch_loss).sum(1, keepdim=True) / count
     variance = (selected * (patch_loss - mean).square()).sum(1, keepdim=True) / count
