@@ -301,11 +301,6 @@ class Process:
             dist.all_reduce(values, dist.ReduceOp.MAX)
         return values.tolist()
 
-    def agree(self, value: int) -> bool:
-        """Whether all processes have the same value."""
-        highest, minus_lowest = self.largest(value, -value)
-        return highest == -minus_lowest
-
     def first_alone(self, function, *args):
         """Calls a function in the first process alone. If it raises a UserError there, all
         processes raise it.

@@ -276,16 +276,14 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     # One lambda is repeated for all experts. Softmin takes those of experts 0 and 1, even if there
     # are no such experts.
     lambdas = lambdas + targets.new_zeros(max(2, experts))
-    weights = None
-    if routing and loss_weights not in ("uniform", "softmin"):
-        weights = routing[loss_weights].mean(0)      # the mean over blocks, [B, T, E]
     normalize = loss_weights != "combine"
     metrics = {}
     for name, score in scores.items():
         if loss_weights == "softmin":
             weight = softmin_weights(score.patch_loss, score.selected, lambdas[score.expert])
-        elif weights is not None and score.routable:
-            weight = patch_weights(weights, score.expert, detach)
+        elif routing and score.routable and loss_weights != "uniform":
+            # the mean over blocks, [B, T, E]
+            weight = patch_weights(routing[loss_weights].mean(0), score.expert, detach)
         else:
             losses[name] = routed_mean(score.patch_loss, score.selected)
             continue

@@ -291,7 +291,6 @@ def main(args):
         common.set_rate(optimizer, plan.learning_rate(step))
         common.seed_torch(args.seed, step, process.rank)            # drop path
         w = balance(step)                                           # [K]
-        coupling["lambdas"] = lambdas(w)                            # [L]
 
         for micro_step in range(1, plan.micro_steps + 1):
             batch = next(batches)
@@ -302,7 +301,7 @@ def main(args):
                 with process.autocast():
                     pred = model(data.normalize(images), mask)
                 losses, regularizer, metrics = compute_losses(pred, targets, images, mask,
-                                                              **coupling)
+                                                              lambdas=lambdas(w), **coupling)
                 loss = (w * losses).sum() + regularizer             # Eq. 8, and Eq. 7
                 balance.observe(losses)
                 lambdas.observe(metrics)

@@ -18,6 +18,7 @@ expert that gives them most weight, from -1 to 1; "usage" is an expert's mean co
 the object: 1 if all of them weigh more than the background, 0.5 by chance.
 """
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -132,9 +133,7 @@ def measure(path: str, args, process: common.Process) -> Measured:
     student = load_student(checkpoint).to(process.device)
     routers = find_routers(student)
     block = choose_block(checkpoint, list(routers), args.block)
-    teacher = find_teacher(checkpoint, student.encoder.grid)
-    if teacher:
-        teacher.to(process.device, process.amp)
+    teacher = find_teacher(checkpoint, student.encoder.grid, process)
     sample = draw_sample(student.encoder, args)
     traces, patch_loss = observe(student, teacher, sample, args.batch_size, process)
 
@@ -189,7 +188,7 @@ def choose_block(checkpoint: dict, blocks: list[int | str], wanted: int | None) 
     return wanted
 
 
-def find_teacher(checkpoint: dict, grid: int) -> Teacher | None:
+def find_teacher(checkpoint: dict, grid: int, process: common.Process) -> Teacher | None:
     """The teacher that trained a student, or None, after printing why there is none."""
     name = checkpoint["args"].get("teacher")
     try:
@@ -198,7 +197,7 @@ def find_teacher(checkpoint: dict, grid: int) -> Teacher | None:
         teacher = build_teacher(name, grid)
         if checkpoint["inputs"]["teacher"] != digest_input(name):
             raise LoadError(f"the contents of {name} have changed since the training")
-        return teacher
+        return teacher.to(process.device, process.amp)
     except LoadError as error:
         print(f"{checkpoint['path']}: no correlation with the distillation loss: {error}")
         return None
@@ -209,7 +208,7 @@ def draw_sample(encoder: ViT, args) -> Sample:
     size = encoder.config["image_size"]
     dataset = data.open_images(args.data, "val", size, labels=False)
     rng = np.random.default_rng(args.seed)
-    indices = draw_readable(rng, dataset, args.images)
+    indices = list(itertools.islice(readable(rng, dataset), args.images))
     if not indices:
         raise common.UserError(f"--data {args.data}: none of its images can be read")
     sampled = torch.from_numpy(rng.random((len(indices), 1 + encoder.grid ** 2)))
@@ -222,20 +221,16 @@ def draw_sample(encoder: ViT, args) -> Sample:
     return Sample(data.CenterViews(dataset, size), indices, sampled, foreground)
 
 
-def draw_readable(rng: np.random.Generator, dataset, count: int) -> list[int]:
-    """Positions of `count` images that can be read, or of all of them. A line names each other one
-    that is drawn.
+def readable(rng: np.random.Generator, dataset):
+    """Yields the positions of all images that can be read, in random order. A line names each
+    other one that is drawn.
     """
-    indices = []
     for index in rng.permutation(len(dataset)).tolist():
-        if len(indices) == count:
-            break
         try:
             dataset[index]      # read here, too, because tokens are drawn for a known number
-            indices.append(index)
+            yield index
         except common.ReadError as error:
             data.print_once(f"{error}: left out")
-    return indices
 
 
 @torch.no_grad()
@@ -305,9 +300,8 @@ def draw_heatmaps(models: list[Measured], experts: int, path: Path):
     height, width = images.shape[1:3]
     rows = 1 + sum(weight.shape[2] for weight in weights)
     figure = Figure(figsize=(1.3 * len(images) + 1.2, 1.35 * rows), layout="constrained")
-    axes = figure.subplots(rows, len(images), squeeze=False)
-    for axis in axes.flat:
-        axis.set(xticks=[], yticks=[])
+    axes = figure.subplots(rows, len(images), squeeze=False,
+                           subplot_kw=dict(xticks=[], yticks=[]))
     for axis, image in zip(axes[0], images):
         axis.imshow(image)
     row = 1
@@ -345,12 +339,11 @@ def draw_blocks(models: list[Measured], experts: int, path: Path):
     figure = Figure(figsize=(14, 3.2), layout="constrained")
     axes = figure.subplots(1, len(panels))
     for axis, (name, panel) in zip(axes, panels.items()):
-        axis.set(title=panel, xlabel="block")
-        axis.set_xticks(range(len(blocks)), blocks)
+        axis.set(title=panel, xlabel="block", xticks=range(len(blocks)), xticklabels=blocks)
         for i, (row, model) in enumerate(zip(rows, models)):
             style = "--s" if i == 1 and not several else "-o"
-            values = over_blocks(row, blocks, name)[:experts]
-            for expert, line in enumerate(values):
+            lines = over_blocks(row, blocks, name)
+            for expert, line in enumerate(itertools.islice(lines, experts)):
                 color = f"C{expert}"
                 if several:
                     color = shades[i]
@@ -364,13 +357,10 @@ def draw_blocks(models: list[Measured], experts: int, path: Path):
     figure.savefig(path, dpi=90)
 
 
-def over_blocks(rows: dict[int | str, dict], blocks: list[int | str], name: str) -> np.ndarray:
-    """A model's values of `name`, [E, blocks]: NaN where a block has no router or fewer experts."""
+def over_blocks(rows: dict[int | str, dict], blocks: list[int | str], name: str):
+    """Yields each expert's values of `name`: NaN where a block has no router or fewer experts."""
     values = [np.atleast_1d(rows[block][name] if block in rows else []) for block in blocks]
-    lines = np.full((max(map(len, values)), len(blocks)), np.nan)
-    for column, value in enumerate(values):
-        lines[:len(value), column] = value
-    return lines
+    return itertools.zip_longest(*values, fillvalue=math.nan)
 
 
 def draw_correlation(models: list[Measured], path: Path):

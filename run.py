@@ -39,7 +39,7 @@ class Log:
     def restart(self, step: int):
         """Measures from `step` on, so that evaluation and saving do not count as training."""
         self.step = step
-        self.metrics = []
+        self.metrics = {}      # by name, the values of the steps
         self.restart_clock(step)
 
     def restart_clock(self, step: int):
@@ -47,7 +47,8 @@ class Log:
 
     def add(self, metrics: dict[str, Tensor]):
         """Keeps detached scalars and vectors, on their device."""
-        self.metrics.append(metrics)
+        for name, value in metrics.items():
+            self.metrics.setdefault(name, []).append(value)
 
     def waiting(self, batches):
         """Passes `batches` on, and adds up how long the loop waits for them."""
@@ -62,10 +63,8 @@ class Log:
 
         In training, this is the only place where the host waits for the device.
         """
-        means = {}
-        for name in dict.fromkeys(name for metrics in self.metrics for name in metrics):
-            values = [metrics[name] for metrics in self.metrics if name in metrics]
-            means[name] = torch.stack(values).float().mean(0)
+        means = {name: torch.stack(values).float().mean(0)
+                 for name, values in self.metrics.items()}
         sizes = [mean.numel() for mean in means.values()]
         flat = self.process.sum(torch.cat([mean.flatten() for mean in means.values()]))
         parts = (flat / self.process.world).cpu().split(sizes)
@@ -107,8 +106,8 @@ class Run:
         self.args, self.process, self.plan, self.folder = args, process, plan, Path(args.out)
         self.stateful = stateful | {"scaler": process.scaler}
         self.shown = shown
-        files = {name: getattr(args, name, None) for name in ("teacher", "checkpoint")}
-        inputs = {name: digest_input(file) for name, file in files.items() if file}
+        inputs = {name: digest_input(file) for name, file in vars(args).items()
+                  if name in ("teacher", "checkpoint") and file}
         inputs |= {"images": len(dataset), "classes": list(getattr(dataset, "classes", []))}
         if val is not None:
             inputs |= {"val_images": len(val), "val_classes": list(getattr(val, "classes", []))}
@@ -120,13 +119,14 @@ class Run:
         self.signals = []            # received and not yet acted on
         self.saved_at = time.monotonic()
         self.saved_step = None       # of last.pt
+        self.held = contextlib.ExitStack()      # the lock of the folder, in the first process
 
     def resume(self):
         """Locks the folder, and loads last.pt, if there is one.
 
         All processes start from the same step. Raises UserError.
         """
-        self.process.first_alone(self.take_lock)
+        self.process.first_alone(lambda: self.held.enter_context(lock(self.folder)))
         last = self.folder / "last.pt"
         try:
             if last.exists():
@@ -146,16 +146,14 @@ class Run:
         except (KeyError, RuntimeError, ValueError) as error:
             raise UserError(f"cannot resume from {last} ({first_line(error)}); remove it to "
                             "start over") from error
-        if not self.process.agree(self.first):
+        highest, minus_lowest = self.process.largest(self.first, -self.first)
+        if highest != -minus_lowest:
             raise UserError("not all processes see the same last.pt: --out must be on a disk "
                             "that all machines share")
         self.last = max(self.first, min(self.plan.steps, self.args.max_steps or self.plan.steps))
         self.log = Log(self.folder / "log.jsonl", self.process, self.first, self.args.batch_size)
         if self.process.rank == 0:
             self.log.cut()
-
-    def take_lock(self):
-        self.lock = lock(self.folder)      # until the end of the run
 
     def say(self, line: str):
         """Prints a line, once for all processes."""
@@ -232,9 +230,8 @@ class Run:
     def steps(self):
         """Yields the steps to do, with a progress bar."""
         self.hear_signals()
-        bar = tqdm(range(self.first, self.last), self.args.stage, self.last, unit="step",
-                   initial=self.first, disable=self.process.rank > 0)
-        with bar:
+        with tqdm(range(self.first, self.last), self.args.stage, self.last, unit="step",
+                  initial=self.first, disable=self.process.rank > 0) as bar:
             for step in bar:
                 yield step
                 if self.line:
@@ -362,8 +359,7 @@ class Run:
             scores = [f"{name} {value:.2f}%" for name, value in self.best.items()]
             said.append("best " + ", ".join(scores))
         self.say(f"{self.folder}: {'; '.join([*said, *what])}")
-        if self.process.rank == 0:
-            self.lock.close()
+        self.held.close()
         return self.best
 
 

@@ -9,7 +9,6 @@ What most runs change: --data, --out, --classes, --iterations and --recipe.
 """
 
 import itertools
-import math
 import os
 
 import numpy as np
@@ -264,8 +263,7 @@ def sliding_window(model, images: Tensor, classes: int, crop: int, stride: int) 
     model: [1, 3, crop, crop] -> logits [1, C, crop, crop], C is `classes`.
     """
     _, _, height, width = images.shape
-    rows, columns = ([min(i * stride, size - crop)
-                      for i in range(math.ceil((size - crop) / stride) + 1)]
+    rows, columns = ([min(start, size - crop) for start in range(0, size - crop + stride, stride)]
                      for size in (height, width))
     total = images.new_zeros(1, classes, height, width)
     count = images.new_zeros(1, 1, height, width)
