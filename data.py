@@ -31,8 +31,9 @@ from shapes import Shapes
 BICUBIC = TF.InterpolationMode.BICUBIC
 DRAWN = ("shapes", "shapes-noise")
 DOWNLOADED = ("cifar10", "food101")
-ALTERNATIVES = ("; --data also takes cifar10, food101 and shapes, pretrain.py and routing.py take "
-                "any folder of images, and sh demo.sh needs none")
+ALTERNATIVES = ("; the default of --data is $IMAGENET, else data/imagenet; it also takes cifar10, "
+                "food101 and shapes; pretrain.py and routing.py take any folder of images, and sh "
+                "demo.sh needs none")
 
 
 # ------------------------------------------------------------------------------- images

@@ -1,6 +1,7 @@
 #!/bin/bash
-# A stage on a Slurm cluster, here on two machines with four GPUs each:
+# A stage on a Slurm cluster, on two machines with four GPUs each if --nodes does not say otherwise:
 #
+#     sbatch --nodes=1 slurm.sh pretrain.py                      # the paper's default run
 #     sbatch slurm.sh pretrain.py --epochs 100 --out /shared/a
 #     sbatch slurm.sh finetune.py /shared/a/epoch_0100.pt --out /shared/b
 #     sbatch --nodes=1 slurm.sh knn.py /shared/a/epoch_*.pt
@@ -14,6 +15,7 @@
 #SBATCH --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=12
 #SBATCH --signal=USR1@120 --requeue --open-mode=append --output=explore-%j.log
 # module load python
+# export HF_HUB_OFFLINE=1 IMAGENET=/path/to/imagenet      # no network: see RUNNING.md
 
 set -euo pipefail
 

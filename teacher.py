@@ -128,14 +128,18 @@ def build_teacher(name: str, grid: int) -> Teacher:
             elif name.startswith("timm/"):
                 teacher = TimmTeacher(name.removeprefix("timm/"), grid)
             # Nothing behind the "/" is refused: open_clip would make random weights of it.
-            elif "/" in name.rstrip("/"):
+            elif "/" in name.rstrip("/") and name[0] not in "./":
                 teacher = ClipTeacher(*name.split("/", 1), grid)
             else:
-                raise ValueError("neither a file nor an open_clip MODEL/PRETRAINED, such as "
+                raise ValueError("no such file, and neither open_clip's MODEL/PRETRAINED, such as "
                                  "ViT-B-16/openai, nor timm/NAME, such as "
                                  "timm/vit_base_patch14_dinov2.lvd142m")
     except LoadError as error:      # its message begins with the path
         raise LoadError(f"teacher {error}") from error
     except Exception as error:      # timm and open_clip raise many kinds
-        raise LoadError(f"teacher {name}: {first_line(error)}") from error
+        reason = first_line(error)
+        # timm passes on an error of the Hub's library, and open_clip tells of it in its own
+        if "huggingface_hub" in type(error).__module__ or "download" in reason:
+            reason += " See Nodes without a network in RUNNING.md."
+        raise LoadError(f"teacher {name}: {reason}") from error
     return teacher.eval().requires_grad_(False)

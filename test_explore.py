@@ -1485,14 +1485,15 @@ def test_a_timm_teacher_has_the_hubs_weights_unless_they_are_random(monkeypatch)
     import timm
     calls = spy(monkeypatch, timm, "create_model")
     build_teacher("timm/vit_tiny_patch16_224/random", grid=2)
-    with pytest.raises(checkpoint.LoadError):      # without a network
+    with pytest.raises(checkpoint.LoadError, match="See Nodes without a network in RUNNING"):
         build_teacher("timm/vit_tiny_patch16_224", grid=2)
     assert [each.kwargs["pretrained"] for each in calls] == [False, True]
 
 
 @pytest.mark.parametrize("name, expected", (
-    ("dinov2", "neither a file nor an open_clip MODEL/PRETRAINED, such as ViT-B-16/openai, nor "
-               "timm/NAME, such as timm/vit_base_patch14_dinov2.lvd142m"),
+    *((name, "no such file, and neither open_clip's MODEL/PRETRAINED, such as ViT-B-16/openai, "
+       "nor timm/NAME, such as timm/vit_base_patch14_dinov2.lvd142m")
+      for name in ("dinov2", "/a/none.pt", "./none.pt")),
     ("timm/swin_tiny_patch4_window7_224/random", "224 is not a plain vision transformer"),
     ("RN50/random", "RN50 is not one of open_clip's own vision transformers")))
 def test_what_cannot_be_a_teacher_is_refused_in_plain_words(capsys, stage, name, expected):
@@ -1504,10 +1505,11 @@ def test_what_cannot_be_a_teacher_is_refused_in_plain_words(capsys, stage, name,
 def test_a_clip_teacher_that_cannot_be_downloaded_is_named(capsys, stage, monkeypatch, tag, hint):
     """As ViT-B-16/FILE, OpenAI's targets would silently be wrong."""
     import open_clip
-    failure = Mock(side_effect=OSError("no network"))
+    failure = Mock(side_effect=OSError("no network, nothing to download"))
     monkeypatch.setattr(open_clip.factory, "download_pretrained", failure)
     error = refusal(capsys, "pretrain", *stage("pretrain", f"--teacher ViT-B-16/{tag}"))
     assert error.startswith(f"teacher ViT-B-16/{tag}: ") and "no network" in error
+    assert error.endswith("See Nodes without a network in RUNNING.md.")
     assert ("ViT-B-16-quickgelu/FILE" in error) == hint
 
 
@@ -3639,7 +3641,7 @@ def test_every_block_is_compiled_in_few_graphs_that_serve_all_steps(stage, monke
     ("--balance gradnorm --objective token", "--balance needs an --objective of several terms"),
     ("--mask-ratio 0.01", "--mask-ratio 0.01 masks 0 of 16 patches"),
     ("--warmup-epochs 300", "--warmup-epochs 300 leaves nothing of --epochs 2"),
-    ("--teacher ViT-B-32/", "teacher ViT-B-32/: neither a file nor an open_clip MODEL/PRETRAINED"),
+    ("--teacher ViT-B-32/", "teacher ViT-B-32/: no such file, and neither open_clip's"),
     ("--teacher ViT-Z-99/openai", "teacher ViT-Z-99/openai: "),
     ("--teacher timm/vit_tiny_patch16_224/x.pth", "teacher timm/vit_tiny_patch16_224/x.pth: "),
     ("--teacher README.md", "README.md: not a PyTorch file of plain tensors"),
@@ -4705,7 +4707,7 @@ def test_the_reference_has_lines_of_100_columns(text):
 
 def test_commands_and_flags_that_the_reference_names_exist(capsys):
     text = RUNNING.replace("\\\n", " ")
-    commands = re.findall(r"(?:pretrain\.py|sbatch slurm\.sh) (--.*)", text)
+    commands = re.findall(r"(?:pretrain\.py|sbatch slurm\.sh) (--[^#\n]*)", text)
     assert len(commands) == 3
     for argv in commands:
         pretrain.parse_args(argv.split())

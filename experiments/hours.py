@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import finetune
+import knn
 import linprobe
 import pretrain
 import segment
@@ -87,6 +88,12 @@ def flops(words: list[str]) -> float:
         args = linprobe.parse_args(argv)
         count = IMAGES["food101" if args.data == "food101" else "imagenet"]
         return args.epochs * count * encoder_flops(experts, 224, train=False)
+    if script == "knn.py":      # a forward pass of both sets
+        args = knn.parse_args(argv)
+        return len(args.checkpoints) * (IMAGES["imagenet"] + 50_000) * encoder_flops(
+            experts, 224, train=False)
+    if script != "finetune.py":
+        sys.exit(__doc__)
     args = finetune.parse_args(argv)
     return args.epochs * IMAGES["imagenet"] * encoder_flops(experts, 224, train=True)
 
