@@ -50,15 +50,13 @@ from teacher import Teacher, build_teacher
 
 # Flags of pretrain.py. The oracle's weights are made here. The loss of a routed arm trains the
 # encoder in two ways: it is weighted, and its gradient passes through the router. `aside` has the
-# second alone, with an unweighted loss; `apart` the first alone, with a router whose gradient stops
-# at its input.
+# second alone, with an unweighted loss.
 ARMS = {
     "unweighted": "--loss-weights uniform",
     "oracle": "--loss-weights uniform",
     "softmin": "--loss-weights softmin",
     "routed": "",
     "aside": "",
-    "apart": "",
     "detached": "--detach",
     "router": "--experts 0 --loss-router",
     "none": "--experts 0",
@@ -224,14 +222,6 @@ class Arm:
         self.lambdas = Lambda(args.entropy_weight, pretrain.lambda_objectives(args) or ["token"],
                               ["token"], args.variation)
 
-    def loss_router(self) -> Router | None:
-        """The router whose weights are the loss's, if there is one."""
-        if self.args.loss_router:
-            return self.student.loss_router
-        moe_blocks = self.student.encoder.moe_blocks
-        block, = self.args.loss_block or moe_blocks[-1:] or [None]
-        return None if block is None else self.student.encoder.blocks[block].mlp
-
     def weigh(self, pred, patch_loss: Tensor, selected: Tensor, planted: Tensor
               ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Weights [B, N] of the student's loss; those that teach the router, if there is one that
@@ -255,8 +245,6 @@ class Arm:
         weight = routed
         if self.kind == "aside":
             weight = selected
-        if self.kind == "apart":
-            weight = routed.detach()
         if "times" in self.changes:
             weight = softmin * routed.detach()
         if "cut" in self.changes:
@@ -281,18 +269,9 @@ class Arm:
         if dispatch is not None:
             lambdas = self.lambdas(W)[:dispatch.shape[-1]]
             router_loss = router_loss - (lambdas * dispatch_entropy(dispatch)).sum()
-        scale = self.process.scaler.scale
-        if self.kind == "apart":      # the router's loss trains its own parameters alone
-            router = self.loss_router()
-            own = torch.autograd.grad(scale(router_loss), [router.phi, router.scale],
-                                      retain_graph=True)
-            scale(loss).backward()
-            router.phi.grad += own[0]
-            router.scale.grad += own[1]
-        else:
-            scale(loss + router_loss).backward()
+        self.process.scaler.scale(loss + router_loss).backward()
         common.optimizer_step(self.optimizer, self.process.scaler, self.args.clip_grad)
-        self.lambdas.observe({"token_std": patch_std(patch_loss.detach(), selected)})
+        self.lambdas.observe({"token_std": patch_std(patch_loss, selected)})
         self.lambdas.update()
 
 

@@ -11,10 +11,6 @@ out=${OUT:-experiments/control.jsonl}
 shapes() {      # FLAGS
     python experiments/control.py shapes-noise --teacher runs/control-noise --out "$out" "$@"
 }
-pasted() {
-    python experiments/control.py shapes --plant pasted --teacher runs/control-shapes \
-        --out "$out" "$@"
-}
 photos() {
     python experiments/control.py "$cifar" --image-size 32 --patch-size 4 \
         --teacher runs/control-cifar --out "$out" "$@"
@@ -22,12 +18,15 @@ photos() {
 
 # each seed has a teacher of its own
 main="unweighted oracle softmin-V1 routed-V0.3"
-apart="aside-V0.3 oracle-keep0.6"
-shapes --plant noise --seeds 0 1 2 --rows $main routed-V1 apart-V0.3 $apart
-shapes --plant noise --seeds 3 4 --rows $main $apart
-shapes --plant noise --seeds 0 --epochs 24 --rows $main oracle-keep0.6
-photos --plant random --teacher-epochs 2 --seeds 0 1 --epochs 24 --rows $main
-pasted --seeds 0 1 2 --rows $main routed-V1 apart-V0.3 $apart
+shapes --plant noise --seeds 0 1 2 3 4 \
+    --rows $main unweighted-L0.5 routed-V1 aside-V0.3 oracle-keep0.6
+shapes --plant noise --seeds 0 1 2 --epochs 24 --rows $main aside-V0.3
+shapes --plant noise --seeds 0 --epochs 72 --rows $main
+shapes --plant random --share 0.1 --seeds 0 1 2 --rows $main softmin-V0.3
+shapes --seeds 0 1 2 --rows unweighted softmin-V1 softmin-V0.3 routed-V0.3
+photos --plant random --teacher-epochs 2 --seeds 0 1 2 --epochs 24 --rows $main
+python experiments/control.py shapes --plant pasted --teacher runs/control-shapes --out "$out" \
+    --seeds 0 1 2 --rows $main
 
 # all seeds have one teacher
 one="--teacher-seed 42"

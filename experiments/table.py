@@ -5,8 +5,8 @@
 
 A row's *recovered share* is (floor - row) / (floor - ceiling) in the token loss of held-out patches
 that can be learned, with clean targets: 0 for unweighted losses, 1 for the oracle, seed by seed.
-± is the standard error over seeds. A value that is closer to zero than Student's t at 95 % times
-its standard error is no answer: the cell says "cannot tell", and how large it would have had to be.
+± is the standard error over seeds. A value whose 95 % interval, by Student's t, holds zero is no
+answer: the cell says "cannot tell", and half the width of the interval.
 """
 
 import argparse
@@ -22,15 +22,20 @@ T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 
 SELECTION = 100      # seeds from here on chose lambda, and are in no other table
 
 # Each seed has its own teacher, or all seeds of a set have one.
-NOISE = {"set": "shapes-noise", "plant": "noise", "encoding": "sparse", "model": "vit_nano",
-         "teacher": "own"}
+NOISE = {"set": "shapes-noise", "plant": "noise", "share": 0.4, "encoding": "sparse",
+         "model": "vit_nano", "teacher": "own", "epochs": 8}
 PASTED = NOISE | {"set": "shapes", "plant": "pasted"}
-RANDOM = NOISE | {"set": "cifar10", "plant": "random"}
+TENTH = NOISE | {"plant": "random", "share": 0.1}
+CIFAR = NOISE | {"set": "cifar10", "plant": "random", "epochs": 24}
+NONE = NOISE | {"plant": "none"}
 ONE = NOISE | {"teacher": "one"}
-ONE_RANDOM = RANDOM | {"teacher": "one"}
-NONE = ONE | {"plant": "none"}
-CIFAR_NONE = NONE | {"set": "cifar10"}
-DENSE = NONE | {"encoding": "dense"}
+ONE_CIFAR = CIFAR | {"teacher": "one", "epochs": 8}
+CIFAR_NONE = ONE_CIFAR | {"plant": "none"}
+DENSE = ONE | {"plant": "none", "encoding": "dense"}
+
+
+def at(case: dict, epochs: int) -> dict:
+    return case | {"epochs": epochs}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -47,22 +52,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 # ------------------------------------------------------------------------- arithmetic
 
 class Rows:
-    """The lines of a case, such as NOISE | {"epochs": 8}: row -> seed -> measures."""
+    """The lines of a case, such as NOISE: row -> (seed, teacher) -> measures. Rows with the same
+    seed and the same teacher are compared.
+    """
 
     def __init__(self, lines: list[dict], case: dict, selection: bool = False):
         self.rows = {}
         for line in lines:
             chosen = (line["seed"] >= SELECTION) == selection
             if chosen and case.items() <= line.items():
-                self.rows.setdefault(line["row"], {})[line["seed"]] = line
+                key = line["seed"], line.get("teacher_digest")
+                self.rows.setdefault(line["row"], {})[key] = line
 
-    def values(self, row: str, field: str) -> dict[int, float]:
+    def values(self, row: str, field: str) -> dict[tuple, float]:
         return {seed: line[field] for seed, line in self.rows.get(row, {}).items()
                 if field in line}
 
-    def shares(self, row: str, patches: str = "learned") -> list[float]:
+    def shares(self, row: str, field: str = "loss_learned") -> list[float]:
         """The recovered share of each seed that has the row, its floor and its ceiling."""
-        mine, floor, ceiling = (self.values(name, f"loss_{patches}")
+        mine, floor, ceiling = (self.values(name, field)
                                 for name in (row, *floor_and_ceiling(row)))
         return [(floor[seed] - mine[seed]) / (floor[seed] - ceiling[seed])
                 for seed in mine if seed in floor and seed in ceiling]
@@ -87,7 +95,7 @@ def error(values: list[float]) -> float:
 
 
 def detectable(values: list[float]) -> float:
-    """The smallest mean that differs from zero at 95 %, by the spread of the seeds."""
+    """Half the width of the 95 % interval of the mean, by the spread of the seeds."""
     return T95[len(values) - 1] * error(values)
 
 
@@ -106,7 +114,7 @@ def cell(values: list[float], digits: int, sign: str = "") -> str:
     return text if abs(mean) > limit else f"{text}, cannot tell below {number(limit, digits)}"
 
 
-def mean_cell(values: dict[int, float], digits: int) -> str:
+def mean_cell(values: dict[tuple, float], digits: int) -> str:
     """A mean ± its standard error, which is compared with nothing."""
     if not values:
         return ""
@@ -134,93 +142,116 @@ def table(lines: list[dict], columns: list[tuple], rows: list[str] | None = None
     return markdown(out)
 
 
-def share(found: Rows, row: str, patches: str = "learned") -> str:
-    ends = dict(zip(floor_and_ceiling(row), ("0 (floor)", "1 (ceiling)")))
-    return ends.get(row) or cell(found.shares(row, patches), 2)
+class Share:
+    """A column of recovered shares, of the patches of a kind."""
+
+    def __init__(self, patches: str = "learned"):
+        self.field = f"loss_{patches}"
+
+    def values(self, found: Rows, row: str) -> list[float]:
+        """Those that compare the row with its floor and its ceiling, if it is neither."""
+        return [] if row in floor_and_ceiling(row) else found.shares(row, self.field)
+
+    def __call__(self, found: Rows, row: str) -> str:
+        ends = dict(zip(floor_and_ceiling(row), ("0 (floor)", "1 (ceiling)")))
+        return ends.get(row) or cell(self.values(found, row), 2)
 
 
-def share_of(patches: str):
-    return lambda found, row: share(found, row, patches)
+class Gain:
+    """A column of what a row is above its floor; with `relative`, in percent of it."""
 
+    def __init__(self, field: str, digits: int = 1, relative: bool = False):
+        self.field, self.digits, self.relative = field, digits, relative
 
-def gain(field: str, digits: int, relative: bool = False):
-    def text(found: Rows, row: str) -> str:
+    def values(self, found: Rows, row: str) -> list[float]:
         floor, _ = floor_and_ceiling(row)
-        return "floor" if row == floor else cell(found.gains(row, field, relative), digits, "+")
-    return text
+        return [] if row == floor else found.gains(row, self.field, self.relative)
+
+    def __call__(self, found: Rows, row: str) -> str:
+        floor, _ = floor_and_ceiling(row)
+        return "floor" if row == floor else cell(self.values(found, row), self.digits, "+")
 
 
-def mean(field: str, digits: int):
-    return lambda found, row: mean_cell(found.values(row, field), digits)
+class Mean:
+    """A column of means, which are compared with nothing."""
+
+    def __init__(self, field: str, digits: int):
+        self.field, self.digits = field, digits
+
+    def values(self, found: Rows, row: str) -> list[float]:
+        return []
+
+    def __call__(self, found: Rows, row: str) -> str:
+        return mean_cell(found.values(row, self.field), self.digits)
 
 
-def seeds(found: Rows, row: str) -> str:
-    return str(len(found.rows[row]))
+class Seeds(Mean):
+    """A column of numbers of seeds."""
+
+    def __init__(self):
+        super().__init__("seed", 0)
+
+    def __call__(self, found: Rows, row: str) -> str:
+        return str(len(found.rows[row]))
 
 
 MAIN = ["oracle", "softmin-V1", "routed-V0.3", "routed-V1"]
+KINDS = ["unweighted", "oracle", "softmin-V1", "routed-V0.3", "aside-V0.3"]
+APART = ["unweighted-L0.5", "oracle", "oracle-keep0.6", "routed-V0.3", "aside-V0.3"]
 ONE_TEACHER = [*MAIN, "routed-L5", "detached-V1", "none_oracle", "none_softmin-V1", "router-V0.3",
                "router-V1"]
-APART = ["oracle", "oracle-keep0.6", "routed-V0.3", "aside-V0.3", "apart-V0.3"]
 MENDS = ["routed-V1", "routed-V1-rate20", "routed-V1-rate100", "routed-V1-start5",
          "routed-V1-cut0.5", "routed-V1-block1", "routed-V1-times", "router-V1",
          "router-V1-rate20"]
 
+PLANTED = {"noise, 8": NOISE, "noise, 24": at(NOISE, 24), "noise, 72": at(NOISE, 72),
+           "CIFAR-10, 8, one teacher": ONE_CIFAR, "CIFAR-10, 24": CIFAR, "a tenth, 8": TENTH,
+           "pasted, 8": PASTED}
+LEARNED, PROBE, KNN = Gain("loss_learned", relative=True), Gain("probe_mean"), Gain("knn_mean")
+
+# table: columns of (title, case, cells), and the rows; without rows, all that there are
+TABLES = {
+    "share": ([(title, case, Share()) for title, case in PLANTED.items()],
+              [*MAIN[:2], "softmin-V0.3", *MAIN[2:]]),
+    "loss": ([(title, case, Mean("loss_learned", 4)) for title, case in PLANTED.items()],
+             ["unweighted", "oracle"]),
+    "kinds": ([(f"{patches}, {epochs}", at(NOISE, epochs), Gain(f"loss_{patches}", 0, True))
+               for patches in ("clear", "mixed") for epochs in (8, 24, 72)], KINDS),
+    "apart": ([("weight of planted", NOISE, Mean("weight_planted", 2)),
+               ("ROC area", NOISE, Mean("auc", 2)),
+               *((patches, NOISE, Share(patches)) for patches in ("learned", "clear", "mixed"))],
+              APART),
+    "weights": ([(f"{name}, {title}", PLANTED[title], Mean(field, 2))
+                 for title in ("noise, 8", "CIFAR-10, 24", "a tenth, 8", "pasted, 8")
+                 for name, field in (("ROC area", "auc"), ("planted", "weight_planted"))],
+                [*MAIN[:2], "softmin-V0.3", *MAIN[2:]]),
+    "features": ([(f"{name}, {title}", case, cells)
+                  for title, case in (*PLANTED.items(), ("noise, 8, one teacher", ONE),
+                                      ("noise, 24, one teacher", at(ONE, 24)))
+                  for name, cells in (("k-NN", KNN), ("probe", PROBE))], MAIN),
+    "none": ([(f"{name}, {title}", case, cells)
+              for title, case in (("shapes-noise", NONE), ("CIFAR-10, one teacher", CIFAR_NONE))
+              for name, cells in (("loss (%)", LEARNED), ("k-NN", KNN), ("probe", PROBE))],
+             ["softmin-V0.3", "softmin-V1", "routed-V0.3", "routed-V1"]),
+    "masked": ([("loss (%)", DENSE, LEARNED),
+                *((f"{name}, {kind}", DENSE, Mean(f"{field}_{kind}", 2))
+                  for name, field in (("explained", "explained"), ("weight", "weight"))
+                  for kind in ("object", "other", "noise")),
+                ("k-NN", DENSE, KNN), ("probe", DENSE, PROBE)], None),
+    "one": ([("seeds", ONE, Seeds()), ("8 epochs", ONE, Share()),
+             ("24 epochs", at(ONE, 24), Share())], ONE_TEACHER),
+    "lambda": ([("recovered share, 8 epochs", ONE, Share()),
+                ("lambda at the end", ONE, Mean("lambda", 3)),
+                ("variation of the weights", ONE, Mean("cv", 2))], None),
+    "mends": ([("seeds", ONE, Seeds()), ("recovered share, 8 epochs", ONE, Share()),
+               ("24 epochs", at(ONE, 24), Share())], MENDS),
+}
+ON_SELECTION_SEEDS = ("lambda",)
+
 
 def tables(lines: list[dict]) -> dict[str, str]:
-    def at(case: dict, epochs: int) -> dict:
-        return case | {"epochs": epochs}
-    planted = [("noise, 8", at(NOISE, 8)), ("noise, 24", at(NOISE, 24)),
-               ("random, 8, one teacher", at(ONE_RANDOM, 8)), ("random, 24", at(RANDOM, 24)),
-               ("pasted, 8", at(PASTED, 8))]
-    shown = [("noise, 8", at(NOISE, 8)), ("random, 24", at(RANDOM, 24)),
-             ("pasted, 8", at(PASTED, 8))]
-    kinds = ("object", "other", "noise")
-    return {
-        "share": table(lines, [(title, case, share) for title, case in planted], MAIN),
-        "loss": table(lines, [
-            *((title, case, mean("loss_learned", 4)) for title, case in planted),
-            *((f"noise, 8: {patches}", at(NOISE, 8), mean(f"loss_{patches}", 4))
-              for patches in ("clear", "mixed"))], ["unweighted", "oracle"]),
-        "kinds": table(lines, [
-            (f"{patches}, {epochs} epochs", at(NOISE, epochs), share_of(patches))
-            for epochs in (8, 24) for patches in ("clear", "mixed")], MAIN),
-        "apart": table(lines, [
-            ("weight of planted", at(NOISE, 8), mean("weight_planted", 2)),
-            ("ROC area", at(NOISE, 8), mean("auc", 2)),
-            *((patches, at(NOISE, 8), share_of(patches))
-              for patches in ("learned", "clear", "mixed"))], APART),
-        "weights": table(lines, [
-            (f"{name}, {title}", case, mean(field, 2)) for title, case in shown
-            for name, field in (("ROC area", "auc"), ("planted", "weight_planted"))], MAIN),
-        "features": table(lines, [
-            (f"{measure}, {title}", case, gain(field, 1))
-            for title, case in (*shown, ("noise, 24, one teacher", at(ONE, 24)))
-            for measure, field in (("k-NN", "knn_mean"), ("probe", "probe_mean"))], MAIN),
-        "lambda": table(lines, [("recovered share, 8 epochs", at(ONE, 8), share),
-                                ("lambda at the end", at(ONE, 8), mean("lambda", 3)),
-                                ("variation of the weights", at(ONE, 8), mean("cv", 2))],
-                        selection=True),
-        "one": table(lines, [("seeds", at(ONE, 8), seeds),
-                             ("8 epochs", at(ONE, 8), share),
-                             ("24 epochs", at(ONE, 24), share)], ONE_TEACHER),
-        "mends": table(lines, [("seeds", at(ONE, 8), seeds),
-                               ("recovered share, 8 epochs", at(ONE, 8), share),
-                               ("24 epochs", at(ONE, 24), share)], MENDS),
-        "none": table(lines, [
-            (f"{title}, {case['set']}", at(case, 8), value)
-            for case in (NONE, CIFAR_NONE) for title, value in (
-                ("loss (%)", gain("loss_learned", 1, relative=True)),
-                ("k-NN", gain("knn_mean", 1)), ("probe", gain("probe_mean", 1)))],
-            ["softmin-V0.3", "softmin-V1", "routed-V1", "none_softmin-V1"]),
-        "masked": table(lines, [
-            ("loss (%)", at(DENSE, 8), gain("loss_learned", 1, relative=True)),
-            *((f"explained, {kind}", at(DENSE, 8), mean(f"explained_{kind}", 2))
-              for kind in kinds),
-            *((f"weight, {kind}", at(DENSE, 8), mean(f"weight_{kind}", 2)) for kind in kinds),
-            ("k-NN", at(DENSE, 8), gain("knn_mean", 1)),
-            ("probe", at(DENSE, 8), gain("probe_mean", 1))]),
-    }
+    return {name: table(lines, columns, rows, name in ON_SELECTION_SEEDS)
+            for name, (columns, rows) in TABLES.items()}
 
 
 def fill(text: str, name: str, content: str) -> str:
@@ -230,43 +261,49 @@ def fill(text: str, name: str, content: str) -> str:
 
 
 def count_comparisons(lines: list[dict]) -> tuple[int, int]:
-    """How many cells compare a row with its floor, and how many of these differ from zero."""
-    text = "\n".join(content for name, content in tables(lines).items()
-                     if name in ("share", "kinds", "apart", "one", "mends", "features", "none"))
-    compared = re.findall(r"[-+]?[\d.]+ ± [\d.]+(, cannot tell)?", text)
-    return len(compared), compared.count("")
+    """How many numbers of the tables compare a row with its floor, and how many of these differ
+    from zero. The seeds that chose lambda are left out, and so are single seeds.
+    """
+    compared = {}
+    for name, (columns, rows) in TABLES.items():
+        for _, case, cells in columns:
+            found = Rows(lines, case)
+            for row in rows or found.rows:
+                values = cells.values(found, row)
+                if len(values) > 1 and name not in ON_SELECTION_SEEDS:
+                    differs = abs(statistics.mean(values)) > detectable(values)
+                    # the same number in two tables counts once
+                    compared[type(cells), cells.field, *case.items(), row] = differs
+    return len(compared), sum(compared.values())
 
 
 # ----------------------------------------------------------------------------- picture
 
-def draw(lines: list[dict], path: Path):
-    """Recovered shares with error bars, and weights against losses."""
+DRAWN = [*((title, PLANTED[title], "learned") for title in (
+    "noise, 8", "noise, 24", "noise, 72", "CIFAR-10, 24", "a tenth, 8")),
+    ("noise, 8,\nclear patches", NOISE, "clear")]
+LABELS = {"oracle": "oracle", "softmin-V1": "softmin", "routed-V0.3": "routed"}
 
+
+def draw(lines: list[dict], path: Path):
+    """Recovered shares with 95 % intervals, and weights against losses."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    labels = {"oracle": "oracle", "softmin-V1": "softmin", "routed-V0.3": "routed"}
-    names = list(labels)
-    cases = [("noise", NOISE, 8, "learned"), ("noise: clear\npatches", NOISE, 8, "clear"),
-             ("noise: mixed\npatches", NOISE, 8, "mixed"),
-             ("noise,\n24 epochs", NOISE, 24, "learned"),
-             ("random,\n24 epochs", RANDOM, 24, "learned")]
-    for i, name in enumerate(names):
-        bars = [Rows(lines, case | {"epochs": epochs}).shares(name, patches)
-                for _, case, epochs, patches in cases]
-        at = [j + 0.25 * (i - 1) for j, bar in enumerate(bars) if bar]
-        left.bar(at, [statistics.mean(bar) for bar in bars if bar], 0.24, label=labels[name],
-                 yerr=[error(bar) if len(bar) > 1 else 0 for bar in bars if bar], capsize=2)
+    for i, (name, label) in enumerate(LABELS.items()):
+        bars = [Rows(lines, case).shares(name, f"loss_{patches}") for _, case, patches in DRAWN]
+        left.bar([j + 0.25 * (i - 1) for j in range(len(bars))], list(map(statistics.mean, bars)),
+                 0.24, label=label, yerr=list(map(detectable, bars)), capsize=2)
     left.axhline(0, color="black", linewidth=0.8)
-    left.set(ylabel="recovered share of what can be gained",
+    left.set(ylabel="recovered share, with its 95 % interval",
              title="0: unweighted, 1: planted patches weigh nothing")
-    left.set_xticks(range(len(cases)), [title for title, *_ in cases], fontsize=8)
-    left.legend(fontsize=8, loc="lower left")
-    found = Rows(lines, NOISE | {"epochs": 8}).rows
-    for color, name in enumerate(names[1:3], start=1):
-        line = found[name][min(found[name])]
+    left.set_xticks(range(len(DRAWN)), [title for title, *_ in DRAWN], fontsize=8)
+    left.legend(fontsize=8)
+    found = Rows(lines, NOISE).rows
+    for color, (name, label) in list(enumerate(LABELS.items()))[1:]:
+        line = next(iter(found[name].values()))
         losses, weights = zip(*line["curve"])
-        right.plot(losses, weights, "o", color=f"C{color}", label=labels[name], markersize=4)
+        right.plot(losses, weights, "o", color=f"C{color}", label=label, markersize=4)
         closed = [math.exp(-loss / line["lambda"]) for loss in losses]
         mean_weight = statistics.mean(closed)
         right.plot(losses, [value / mean_weight for value in closed], color=f"C{color}",
@@ -287,8 +324,8 @@ def main(args: argparse.Namespace) -> dict[str, str]:
         print(f"{name}\n{content}\n")
     args.readme.write_text(text, "utf-8")
     compared, told = count_comparisons(lines)
-    print(f"{compared} comparisons with a floor, {told} of them above their limit; by chance, "
-          f"{0.05 * compared:.1f} would be")
+    print(f"{compared} comparisons with a floor, of which {told} differ from zero; by chance, "
+          f"{0.05 * compared:.1f} would")
     if args.draw:
         draw(lines, args.draw)
     return found
