@@ -15,7 +15,8 @@
 #SBATCH --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=12
 #SBATCH --signal=USR1@120 --requeue --open-mode=append --output=explore-%j.log
 # module load python
-# export HF_HUB_OFFLINE=1 IMAGENET=/path/to/imagenet      # no network: see RUNNING.md
+# export IMAGENET=/path/to/imagenet
+# export HF_HUB_OFFLINE=1 HF_HOME=/path/to/cache      # no network: see RUNNING.md
 
 set -euo pipefail
 

@@ -226,9 +226,10 @@ TABLES = {
                  for name, field in (("ROC area", "auc"), ("planted", "weight_planted"))],
                 [*MAIN[:2], "softmin-V0.3", *MAIN[2:]]),
     "features": ([(f"{name}, {title}", case, cells)
-                  for title, case in (*PLANTED.items(), ("noise, 8, one teacher", ONE),
+                  for title, case in (("noise, 8", NOISE), ("noise, 24", at(NOISE, 24)),
+                                      ("CIFAR-10, 24", CIFAR), ("noise, 8, one teacher", ONE),
                                       ("noise, 24, one teacher", at(ONE, 24)))
-                  for name, cells in (("k-NN", KNN), ("probe", PROBE))], MAIN),
+                  for name, cells in (("k-NN", KNN), ("probe", PROBE))], [*MAIN, "aside-V0.3"]),
     "none": ([(f"{name}, {title}", case, cells)
               for title, case in (("shapes-noise", NONE), ("CIFAR-10, one teacher", CIFAR_NONE))
               for name, cells in (("loss (%)", LEARNED), ("k-NN", KNN), ("probe", PROBE))],
@@ -293,7 +294,8 @@ def draw(lines: list[dict], path: Path):
     for i, (name, label) in enumerate(LABELS.items()):
         bars = [Rows(lines, case).shares(name, f"loss_{patches}") for _, case, patches in DRAWN]
         left.bar([j + 0.25 * (i - 1) for j in range(len(bars))], list(map(statistics.mean, bars)),
-                 0.24, label=label, yerr=list(map(detectable, bars)), capsize=2)
+                 0.24, label=label, capsize=2,
+                 yerr=[detectable(bar) if len(bar) > 1 else 0 for bar in bars])
     left.axhline(0, color="black", linewidth=0.8)
     left.set(ylabel="recovered share, with its 95 % interval",
              title="0: unweighted, 1: planted patches weigh nothing")
