@@ -272,9 +272,9 @@ def count_comparisons(lines: list[dict]) -> tuple[int, int]:
             for row in rows or found.rows:
                 values = cells.values(found, row)
                 if len(values) > 1 and name not in ON_SELECTION_SEEDS:
-                    differs = abs(statistics.mean(values)) > detectable(values)
                     # the same number in two tables counts once
-                    compared[type(cells), cells.field, *case.items(), row] = differs
+                    key = (type(cells), cells.field, *case.items(), row)
+                    compared[key] = abs(statistics.mean(values)) > detectable(values)
     return len(compared), sum(compared.values())
 
 
