@@ -4306,7 +4306,7 @@ def test_two_checkpoints_stand_side_by_side(write_student, tmp_path, capsys):
     assert f"block 3  foreground_auc {area}" in printed
     assert "block loss router  silhouette" in printed
     assert printed.count("cls_share") == 8
-    assert "no correlation with the distillation loss: teacher nowhere.pt: neither a" in printed
+    assert "no correlation with the distillation loss: teacher nowhere.pt: no such" in printed
     assert coupled.keys() - detached.keys() == {"correlation"}
 
 

@@ -25,8 +25,6 @@ shapes --plant noise --seeds 0 --epochs 72 --rows $main
 shapes --plant random --share 0.1 --seeds 0 1 2 --rows $main softmin-V0.3
 shapes --seeds 0 1 2 --rows unweighted softmin-V1 softmin-V0.3 routed-V0.3
 photos --plant random --teacher-epochs 2 --seeds 0 1 2 --epochs 24 --rows $main
-python experiments/control.py shapes --plant pasted --teacher runs/control-shapes --out "$out" \
-    --seeds 0 1 2 --rows $main
 
 # all seeds have one teacher
 one="--teacher-seed 42"

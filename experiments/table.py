@@ -24,7 +24,6 @@ SELECTION = 100      # seeds from here on chose lambda, and are in no other tabl
 # Each seed has its own teacher, or all seeds of a set have one.
 NOISE = {"set": "shapes-noise", "plant": "noise", "share": 0.4, "encoding": "sparse",
          "model": "vit_nano", "teacher": "own", "epochs": 8}
-PASTED = NOISE | {"set": "shapes", "plant": "pasted"}
 TENTH = NOISE | {"plant": "random", "share": 0.1}
 CIFAR = NOISE | {"set": "cifar10", "plant": "random", "epochs": 24}
 NONE = NOISE | {"plant": "none"}
@@ -205,14 +204,12 @@ MENDS = ["routed-V1", "routed-V1-rate20", "routed-V1-rate100", "routed-V1-start5
          "router-V1-rate20"]
 
 PLANTED = {"noise, 8": NOISE, "noise, 24": at(NOISE, 24), "noise, 72": at(NOISE, 72),
-           "CIFAR-10, 8, one teacher": ONE_CIFAR, "CIFAR-10, 24": CIFAR, "a tenth, 8": TENTH,
-           "pasted, 8": PASTED}
+           "CIFAR-10, 8, one teacher": ONE_CIFAR, "CIFAR-10, 24": CIFAR}
 LEARNED, PROBE, KNN = Gain("loss_learned", relative=True), Gain("probe_mean"), Gain("knn_mean")
 
 # table: columns of (title, case, cells), and the rows; without rows, all that there are
 TABLES = {
-    "share": ([(title, case, Share()) for title, case in PLANTED.items()],
-              [*MAIN[:2], "softmin-V0.3", *MAIN[2:]]),
+    "share": ([(title, case, Share()) for title, case in PLANTED.items()], MAIN),
     "loss": ([(title, case, Mean("loss_learned", 4)) for title, case in PLANTED.items()],
              ["unweighted", "oracle"]),
     "kinds": ([(f"{patches}, {epochs}", at(NOISE, epochs), Gain(f"loss_{patches}", 0, True))
@@ -222,18 +219,19 @@ TABLES = {
                *((patches, NOISE, Share(patches)) for patches in ("learned", "clear", "mixed"))],
               APART),
     "weights": ([(f"{name}, {title}", PLANTED[title], Mean(field, 2))
-                 for title in ("noise, 8", "CIFAR-10, 24", "a tenth, 8", "pasted, 8")
-                 for name, field in (("ROC area", "auc"), ("planted", "weight_planted"))],
-                [*MAIN[:2], "softmin-V0.3", *MAIN[2:]]),
+                 for title in PLANTED
+                 for name, field in (("ROC area", "auc"), ("planted", "weight_planted"))], MAIN),
     "features": ([(f"{name}, {title}", case, cells)
                   for title, case in (("noise, 8", NOISE), ("noise, 24", at(NOISE, 24)),
                                       ("CIFAR-10, 24", CIFAR), ("noise, 8, one teacher", ONE),
                                       ("noise, 24, one teacher", at(ONE, 24)))
                   for name, cells in (("k-NN", KNN), ("probe", PROBE))], [*MAIN, "aside-V0.3"]),
     "none": ([(f"{name}, {title}", case, cells)
-              for title, case in (("shapes-noise", NONE), ("CIFAR-10, one teacher", CIFAR_NONE))
+              for title, case in (("none", NONE), ("a tenth", TENTH),
+                                  ("none, one teacher", ONE | {"plant": "none"}),
+                                  ("none, CIFAR-10, one teacher", CIFAR_NONE))
               for name, cells in (("loss (%)", LEARNED), ("k-NN", KNN), ("probe", PROBE))],
-             ["softmin-V0.3", "softmin-V1", "routed-V0.3", "routed-V1"]),
+             ["oracle", "softmin-V0.3", "softmin-V1", "routed-V0.3", "routed-V1"]),
     "masked": ([("loss (%)", DENSE, LEARNED),
                 *((f"{name}, {kind}", DENSE, Mean(f"{field}_{kind}", 2))
                   for name, field in (("explained", "explained"), ("weight", "weight"))
@@ -281,8 +279,8 @@ def count_comparisons(lines: list[dict]) -> tuple[int, int]:
 # ----------------------------------------------------------------------------- picture
 
 DRAWN = [*((title, PLANTED[title], "learned") for title in (
-    "noise, 8", "noise, 24", "noise, 72", "CIFAR-10, 24", "a tenth, 8")),
-    ("noise, 8,\nclear patches", NOISE, "clear")]
+    "noise, 8", "noise, 24", "noise, 72", "CIFAR-10, 24")),
+    ("noise, 8,\nclear patches", NOISE, "clear"), ("noise, 8,\nmixed patches", NOISE, "mixed")]
 LABELS = {"oracle": "oracle", "softmin-V1": "softmin", "routed-V0.3": "routed"}
 
 
