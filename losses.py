@@ -94,10 +94,11 @@ def softmin_weights(patch_loss: Tensor, selected: Tensor, lambda_: Tensor | floa
     be these weights, whose sum is 1. With w = 1, the sum of Eq. 5 and 7 is then
     sum(p * loss) - lambda * H(p). The weights of this function, divided by their sum, minimize it.
     The minimum is, up to a constant, -lambda * log(mean(exp(-loss / lambda))), a tilted loss with
-    negative tilt. Its gradient with respect to the losses is p. Eq. 5 alone has this gradient if
-    the weights are detached. If gradients flowed through them, it would push up losses that exceed
-    the weighted mean by more than lambda. In training, a router also gives weight to tokens without
-    a patch loss: to [CLS] and, in dense encoding, to the visible patches. See `balance.Lambda`.
+    negative tilt. Its gradient with respect to the losses is p. Eq. 5 alone has this gradient only
+    with detached weights. With gradients through the weights, training on Eq. 5 would raise losses
+    that exceed the weighted mean by more than lambda. In training, a router also gives weight to
+    tokens without a patch loss: to [CLS] and, in dense encoding, to the visible patches. See
+    `balance.Lambda`.
     """
     # Losses are relative to the smallest selected one, whose weight is 1, so the weights cannot all
     # underflow. The loss of an unselected patch may be smaller still. Without the clamp, its
@@ -176,7 +177,7 @@ def couple(score: Score, weight: Tensor, normalize: bool = True, neutral: float 
 
 def regularize(routing: dict[str, Tensor], lambdas: Tensor, entropy_on: str,
                importance_weight: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Eq. 7 and the importance loss, which depend on the router alone -> (their sum, metrics)
+    """Eq. 7 and the importance loss, which use the routing weights alone -> (their sum, metrics)
 
     routing: see `stack_routings`. lambdas [E].
     """

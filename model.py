@@ -295,8 +295,8 @@ class PixelDecoder(nn.Module):
 
     It is a transformer without experts; DECODER is the paper's size. A mask token stands in for
     masked patches. The position embeddings are learned; those of the authors' release are fixed
-    sines and cosines. The paper describes it for sparse encoding alone; that the mask token also
-    replaces the encoder's output at masked patches in dense encoding is our choice. Only
+    sines and cosines. The paper describes it for sparse encoding alone. In dense encoding, the mask
+    token also replaces the encoder's output at masked patches, which is our choice. Only
     pretraining uses it: its weights are in the checkpoints of pretraining, and no other stage loads
     or saves them.
     """

@@ -81,9 +81,9 @@ def parse_args(argv: list[str] | None = None):
         "--loss-weights", choices=("dispatch", "combine", "uniform", "softmin"),
         default="dispatch",
         help="weights of the patch losses. dispatch: expert 0's for the token loss and, with "
-             "--encoding dense, expert 1's for the pixel loss; combine: their combine weights, "
-             "not normalized; uniform: none; softmin, beyond the paper: exp(-loss / lambda), which "
-             "needs no experts, with lambda from --entropy-weight or --variation")
+             "--encoding dense, expert 1's for the pixel loss; combine: the same experts' combine "
+             "weights, not normalized; uniform: none; softmin, beyond the paper: exp(-loss / "
+             "lambda), which needs no experts, with lambda from --entropy-weight or --variation")
     group.add_argument(
         "--loss-block", type=non_negative_int, nargs="+", metavar="B",
         help="the MoE block whose router gives the weights and is regularized; several are "
@@ -103,9 +103,9 @@ def parse_args(argv: list[str] | None = None):
              "by a factor of e between patches whose losses differ by lambda")
     group.add_argument(
         "--variation", type=number(float, "(0, inf)"), metavar="V",
-        help="beyond the paper, instead of --entropy-weight: lambda is s / V, where s is the "
-             "standard deviation of the patch losses within an image, a mean over images and "
-             "recent steps; for a router, times w of Eq. 8")
+        help="beyond the paper, instead of --entropy-weight: lambda is s / V or, for a router, "
+             "w * s / V with w of Eq. 8. s is the standard deviation of the patch losses within an "
+             "image, averaged over images and recent steps")
     group.add_argument("--entropy-on", choices=("dispatch", "combine"), default="dispatch",
                        help="weights whose entropy is regularized")
     group.add_argument("--importance-weight", type=non_negative, default=0.0,
@@ -164,7 +164,7 @@ def check(parser, args):
         if not met and getattr(args, name) != parser.get_default(name):
             parser.error(f"{common.flag(name)} needs {condition}")
 
-    try:      # ViT refuses sizes and blocks that do not fit; on this device it takes no memory
+    try:      # ViT refuses sizes and blocks that do not fit; "meta" tensors take no memory
         with torch.device("meta"):
             student = build_student(args, teacher_dim=1)
     except ValueError as error:
@@ -197,8 +197,8 @@ def check(parser, args):
 def loss_of_expert(args) -> dict[int, str]:
     """Which expert serves which patch loss: {expert: objective}
 
-    Its dispatch or combine weights weight this loss. With softmin, only its lambda is used, and the
-    expert need not exist. Whether it exists is for `check` to say.
+    The loss is weighted by this expert's dispatch or combine weights. With softmin, only its lambda
+    is used, and the expert need not exist. Whether it exists is for `check` to say.
     """
     losses = {0: "token"}
     # in sparse encoding, the patches of the pixel loss are no tokens of a router
@@ -289,7 +289,7 @@ def main(args):
 
     for step in run.steps():
         common.set_rate(optimizer, plan.learning_rate(step))
-        common.seed_torch(args.seed, step, process.rank)            # drop path
+        common.seed_torch(args.seed, step, process.rank)            # drop path, resumed or not
         w = balance(step)                                           # [K]
 
         for micro_step in range(1, plan.micro_steps + 1):
