@@ -327,11 +327,11 @@ class Process:
     def parallel(self, model: nn.Module) -> nn.Module:
         if self.world == 1:
             return model
-        # Not in each forward pass: see `share_buffers`. From PyTorch 2.14 on, the flag for it has
+        # Not in each forward pass: see `share_buffers`. In PyTorch 2.14, the argument for it has
         # another name, and the old one prints a warning in each process.
         names = inspect.signature(DistributedDataParallel).parameters
-        flag = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-        return DistributedDataParallel(model, gradient_as_bucket_view=True, **{flag: False})
+        sync = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, **{sync: False})
 
     def accumulating(self, model: nn.Module, last: bool):
         """A context: processes exchange their gradients in the last micro-step alone."""
