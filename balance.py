@@ -42,7 +42,7 @@ class RandomLossWeighting(ObjectiveWeights):
         self.seed = seed
 
     def forward(self, step: int) -> Tensor:
-        # so far apart that runs of two seeds share no generator in their first million steps
+        # runs of two seeds share no generator in their first million steps
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         weights = torch.randn(len(self.weights), generator=generator).softmax(0)
         return weights.to(self.weights.device, non_blocking=True)
@@ -99,16 +99,15 @@ class Lambda(nn.Module):
 
     lambdas: at most L values; the last one is repeated for the remaining entries. With
     `variation`, they serve only until a step has a finite std. follows: for each entry, the
-    objective whose std and w set it, if there is a `variation`. times_w: True for a router, because
-    Eq. 8 multiplies the loss by w, but not the entropy. False for softmin, which leaves w out.
+    objective whose std and w set it, if there is a `variation`. times_w: whether lambda has the
+    factor w. A router balances w * loss (Eq. 8) against lambda * entropy (Eq. 7), so it is True for
+    a router. Softmin computes exp(-loss / lambda) from the loss without w, so it is False there.
 
-    Patches whose losses differ by lambda differ in softmin's weight by a factor of e, so the
-    coefficient of variation of these weights is about `variation`, as long as that is well below 1.
-    A router that minimizes the sum of Eq. 5 and 7 has weights proportional to
-    exp(-w * loss / (m * lambda)). Here, m is the share of the expert's weight that lies on patches
-    with a loss. In sparse encoding, it is nearly 1, because [CLS] alone has no loss. In dense
-    encoding, it is the mask ratio or less, so the weights vary about 1 / m times as much. A real
-    router lags behind, and its weights vary less.
+    Softmin's weights are proportional to exp(-loss / lambda). With `variation`, their coefficient
+    of variation is therefore about `variation`, as long as that is well below 1. A router learns
+    such weights for w * loss, but lags behind, and its weights vary less. In dense encoding, they
+    may vary more: if the masked patches have a share m < 1 of an expert's weight, Eq. 5 divides by
+    m, and lambda acts on these patches like m * lambda.
     """
 
     def __init__(self, lambdas: list[float], follows: list[str], objectives: list[str],

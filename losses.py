@@ -72,8 +72,8 @@ def patch_weights(weights: Tensor, expert: int, detach: bool = False, prefix: in
     combine weights -> weights [B, T - prefix], without the first `prefix` tokens, such as [CLS] and
     registers, which have no patch loss. Detached weights still weight the loss, but send the
     router no gradient: this is the paper's main ablation. The router of a SoftMoE then learns from
-    the experts' outputs and from the regularizer. A router without experts (`loss_router` of
-    `model.Explore`) learns from the regularizer alone.
+    the experts' outputs and from the regularizer. The loss router of `model.Explore`, which has no
+    MLPs, then learns from the regularizer alone.
     """
     # 1e-30 avoids 0 / 0 when [CLS], for example, has all the weight: the selected patches then
     # count alike. It is far below any weight that matters, and far above the smallest normal
@@ -90,15 +90,14 @@ def softmin_weights(patch_loss: Tensor, selected: Tensor, lambda_: Tensor | floa
     lambda > 0 in the unit of the loss -> weights [B, N], 0 where not selected. Patches whose
     losses differ by lambda differ in weight by a factor of e.
 
-    Suppose that all of an expert's weight lies on the patches of one image that have a loss. Let p
-    be these weights, whose sum is 1. With w = 1, the sum of Eq. 5 and 7 is then
-    sum(p * loss) - lambda * H(p). The weights of this function, divided by their sum, minimize it.
-    The minimum is, up to a constant, -lambda * log(mean(exp(-loss / lambda))), a tilted loss with
-    negative tilt. Its gradient with respect to the losses is p. Eq. 5 alone has this gradient only
-    with detached weights. With gradients through the weights, training on Eq. 5 would raise losses
-    that exceed the weighted mean by more than lambda. In training, a router also gives weight to
-    tokens without a patch loss: to [CLS] and, in dense encoding, to the visible patches. See
-    `balance.Lambda`.
+    In each image, the weights divided by their sum are the p with sum(p) = 1 that minimizes
+    sum(p * loss) - lambda * H(p), where H is the entropy. This expression is Eq. 5 plus Eq. 7 for
+    an ideal router, which can give the selected patches any weights, while all other tokens have
+    the weight 0. The minimum is -lambda * log(mean(exp(-loss / lambda))) up to a constant: a tilted
+    loss with negative tilt.
+
+    The weights have no gradient. With one, the gradient of Eq. 5 with respect to a patch's loss
+    would be p * (1 - (loss - weighted mean) / lambda), which is negative where the loss is high.
     """
     # Losses are relative to the smallest selected one, whose weight is 1, so the weights cannot all
     # underflow. The loss of an unselected patch may be smaller still. Without the clamp, its
@@ -162,7 +161,7 @@ def couple(score: Score, weight: Tensor, normalize: bool = True, neutral: float 
     and the standard deviation of the patch losses. In the paper's ablation with combine weights,
     `normalize` is False: the loss is the plain mean of weight times loss, which a router can make
     vanish. There, `neutral` is 1 / E, the weight of each patch if the router prefers no expert. The
-    ratio is divided by it, so that 1 always means no preference.
+    ratio is divided by it, so that without a preference it is 1 here, too.
     """
     if normalize:
         loss = routed_mean(score.patch_loss, weight * score.selected)
@@ -230,7 +229,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
 
     pred: the student's `Prediction`, or any object with its fields. targets [B, 1 + N, D]: the
     teacher's tokens of the whole image. images [B, 3, S, S] in [0, 1]. mask bool [B, N], True
-    where masked. `loss_block`: the block whose router weights the losses and is regularized, or
+    where masked. `loss_block`: the block whose router gives the weights and is regularized, or
     several: their weights are averaged, and so are their regularizers (default: see
     `stack_routings`). `loss_weights` is
       "dispatch"  the router's dispatch weights: expert 0's for the token loss and, in dense
@@ -274,8 +273,8 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     # Couple (Eq. 5): the mean of each patch loss, weighted by its expert.
     routing = stack_routings(pred, loss_block)
     experts = routing["dispatch"].shape[-1] if routing else 0
-    # One lambda is repeated for all experts. Softmin takes those of experts 0 and 1, even if there
-    # are no such experts.
+    # A single lambda is broadcast to all experts, and to two entries at least: softmin takes those
+    # of experts 0 and 1, even if there are no such experts.
     lambdas = lambdas + targets.new_zeros(max(2, experts))
     normalize = loss_weights != "combine"
     metrics = {}
@@ -297,7 +296,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         regularizer, more = regularize(routing, lambdas[:experts], entropy_on, importance_weight)
         metrics |= more
         with torch.no_grad():
-            # of the weights averaged over blocks, over all patches that the router sees
+            # first the mean over blocks, then the variation over all patches that the router sees
             metrics["dispatch_cv"] = dispatch_cv(routing["dispatch"].mean(0)[:, 1:])
             metrics["cls_share"] = routing["dispatch"][:, :, 0].mean((0, 1))
 

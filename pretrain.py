@@ -39,8 +39,8 @@ def parse_args(argv: list[str] | None = None):
                        metavar="B", help="decay rates of AdamW's two running means")
     group.add_argument(
         "--recompute", action="store_true",
-        help="keep only the inputs of the blocks for the backward pass, and compute the rest "
-             "again: less memory, slower steps")
+        help="of the encoder's blocks, keep only the inputs for the backward pass, and compute the "
+             "rest again: less memory, slower steps")
 
     group = parser.add_argument_group("student")
     group.add_argument(
@@ -114,8 +114,8 @@ def parse_args(argv: list[str] | None = None):
     group = parser.add_argument_group("weights of the objectives: the paper's baselines")
     group.add_argument(
         "--balance", choices=("static", "gradnorm", "rlw"), default="static",
-        help="static: 1, --cls-weight and --pixel-weight; gradnorm: learned; rlw: drawn at random "
-             "in each step")
+        help="static: 1 for the token loss, --cls-weight and --pixel-weight for the others; "
+             "gradnorm: learned; rlw: drawn at random in each step")
     group.add_argument("--gradnorm-alpha", type=non_negative, default=0.12,
                        help="how strongly the objectives' rates of training are equalized")
     group.add_argument("--gradnorm-lr", type=non_negative, default=0.025,
@@ -173,7 +173,7 @@ def check(parser, args):
     patches = student.encoder.grid ** 2
     masked = patches - student.visible
     lambda_count = len(lambda_objectives(args))
-    last_expert = max(loss_of_expert(args))      # the highest that a loss needs
+    last_expert = max(loss_of_expert(args))      # of {expert: objective}, the last one needed
     for wrong, message in (
             (not 0 < masked < patches,
              f"--mask-ratio {args.mask_ratio} masks {masked} of {patches} patches: at least one "
@@ -197,8 +197,8 @@ def check(parser, args):
 def loss_of_expert(args) -> dict[int, str]:
     """Which expert serves which patch loss: {expert: objective}
 
-    The loss is weighted by this expert's dispatch or combine weights. With softmin, only its lambda
-    is used, and the expert need not exist. Whether it exists is for `check` to say.
+    With --loss-weights dispatch or combine, this expert's weights weight the loss. With softmin,
+    only its lambda is used, and the expert need not exist. Whether it exists is for `check` to say.
     """
     losses = {0: "token"}
     # in sparse encoding, the patches of the pixel loss are no tokens of a router
@@ -289,7 +289,7 @@ def main(args):
 
     for step in run.steps():
         common.set_rate(optimizer, plan.learning_rate(step))
-        common.seed_torch(args.seed, step, process.rank)            # drop path, resumed or not
+        common.seed_torch(args.seed, step, process.rank)      # drop path
         w = balance(step)                                           # [K]
 
         for micro_step in range(1, plan.micro_steps + 1):
@@ -318,8 +318,8 @@ def main(args):
         if routers:
             run.log.add({"scale": torch.stack([router.scale.detach() for router in routers])})
         balance.update()
-        # saves and logs if it is time, and stops after a signal
-        warn_of_collapse(run.end_step(step))
+        line = run.end_step(step)      # saves and logs if it is time, and stops after a signal
+        warn_of_collapse(line)
     run.report(next_commands(args))
 
 
