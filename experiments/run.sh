@@ -20,8 +20,11 @@ photos() {
 main="unweighted oracle softmin-V1 routed-V0.3"
 shapes --plant noise --seeds 0 1 2 3 4 \
     --rows $main unweighted-L0.5 routed-V1 aside-V0.3 oracle-keep0.6
-shapes --plant noise --seeds 0 1 2 --epochs 24 --rows $main aside-V0.3
-shapes --plant noise --seeds 0 --epochs 72 --rows $main
+shapes --plant noise --seeds 0 1 2 3 4 --epochs 24 --rows $main aside-V0.3
+shapes --plant noise --seeds 0 1 2 --epochs 24 \
+    --rows softmin-L5 softmin-L0.5 routed-L5 routed-L0.5 routed-V1-times
+shapes --plant noise --seeds 0 1 2 --epochs 72 --rows $main
+shapes --plant noise --seeds 0 1 --model vit_tiny --rows $main
 shapes --plant random --share 0.1 --seeds 0 1 2 --rows $main softmin-V0.3
 shapes --seeds 0 1 2 --rows unweighted softmin-V1 softmin-V0.3 routed-V0.3
 photos --plant random --teacher-epochs 2 --seeds 0 1 2 --epochs 24 --rows $main

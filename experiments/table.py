@@ -24,6 +24,7 @@ SELECTION = 100      # seeds from here on chose lambda, and are in no other tabl
 # Each seed has its own teacher, or all seeds of a set have one.
 NOISE = {"set": "shapes-noise", "plant": "noise", "share": 0.4, "encoding": "sparse",
          "model": "vit_nano", "teacher": "own", "epochs": 8}
+TINY = NOISE | {"model": "vit_tiny"}
 TENTH = NOISE | {"plant": "random", "share": 0.1}
 CIFAR = NOISE | {"set": "cifar10", "plant": "random", "epochs": 24}
 NONE = NOISE | {"plant": "none"}
@@ -199,12 +200,14 @@ KINDS = ["unweighted", "oracle", "softmin-V1", "routed-V0.3", "aside-V0.3"]
 APART = ["unweighted-L0.5", "oracle", "oracle-keep0.6", "routed-V0.3", "aside-V0.3"]
 ONE_TEACHER = [*MAIN, "routed-L5", "detached-V1", "none_oracle", "none_softmin-V1", "router-V0.3",
                "router-V1"]
+LONGER = ["softmin-L5", "softmin-L0.5", "softmin-V1", "routed-L5", "routed-L0.5", "routed-V0.3",
+          "routed-V1-times"]
 MENDS = ["routed-V1", "routed-V1-rate20", "routed-V1-rate100", "routed-V1-start5",
          "routed-V1-cut0.5", "routed-V1-block1", "routed-V1-times", "router-V1",
          "router-V1-rate20"]
 
 PLANTED = {"noise, 8": NOISE, "noise, 24": at(NOISE, 24), "noise, 72": at(NOISE, 72),
-           "CIFAR-10, 8, one teacher": ONE_CIFAR, "CIFAR-10, 24": CIFAR}
+           "noise, 8, ViT-Ti": TINY, "CIFAR-10, 8, one teacher": ONE_CIFAR, "CIFAR-10, 24": CIFAR}
 LEARNED, PROBE, KNN = Gain("loss_learned", relative=True), Gain("probe_mean"), Gain("knn_mean")
 
 # table: columns of (title, case, cells), and the rows; without rows, all that there are
@@ -242,6 +245,9 @@ TABLES = {
     "lambda": ([("recovered share, 8 epochs", ONE, Share()),
                 ("lambda at the end", ONE, Mean("lambda", 3)),
                 ("variation of the weights", ONE, Mean("cv", 2))], None),
+    "longer": ([("recovered share, 24 epochs", at(NOISE, 24), Share()),
+                ("lambda at the end", at(NOISE, 24), Mean("lambda", 3)),
+                ("variation of the weights", at(NOISE, 24), Mean("cv", 2))], LONGER),
     "mends": ([("seeds", ONE, Seeds()), ("recovered share, 8 epochs", ONE, Share()),
                ("24 epochs", at(ONE, 24), Share())], MENDS),
 }

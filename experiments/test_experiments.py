@@ -318,8 +318,8 @@ def test_run_sh_makes_the_rows_of_the_page(tmp_path):
         args = control.parse_args(argv)
         teacher = "own" if args.teacher_seed is None else "one"
         made |= {(Path(args.data).name, args.plant, args.share, args.encoding, args.epochs, teacher,
-                  row, seed) for row in args.rows for seed in args.seeds}
-    keys = ("set", "plant", "share", "encoding", "epochs", "teacher", "row", "seed")
+                  args.model, row, seed) for row in args.rows for seed in args.seeds}
+    keys = ("set", "plant", "share", "encoding", "epochs", "teacher", "model", "row", "seed")
     there = {tuple(line[key] for key in keys) for line in LINES}
     assert made == there
 
