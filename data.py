@@ -150,11 +150,13 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
         folder = os.path.join(data, split)
         whole = not os.path.isdir(folder)
         dataset = Photos(data if whole else folder, missing)
-        # a glance at the files beside the folder: to walk through all of ImageNet would take long
-        beside = 0 if whole else sum(map(is_image, os.listdir(data)))
+        # a glance beside the folder: to walk through all of ImageNet would take long
+        beside = [] if whole else sorted(
+            name for name in os.listdir(data) if name not in ("train", "val", "test")
+            and name[0] != "." and (is_image(name) or os.path.isdir(os.path.join(data, name))))
         if beside and os.environ.get("RANK", "0") == "0":
-            print_once(f"--data {data}: the images are the {len(dataset)} in {folder}; "
-                       f"{beside} beside it are left out")
+            print_once(f"--data {data}: the images are the {len(dataset)} in {folder}; others, "
+                       f"such as {beside[0]}, are left out")
     if labels and not hasattr(dataset, "classes"):
         raise UserError(f"--data {data} has no labels, and this needs some")
     if not len(dataset):

@@ -11,6 +11,8 @@
 # itself back into the queue. The signal kills knn.py, which has nothing to resume.
 
 # What your cluster needs, such as --partition and --account, goes here; RUNNING.md says more.
+# A task for each GPU: for machines with eight, both --ntasks-per-node and --gpus-per-node are 8.
+# Tasks times --cpus-per-task are at most a machine's cores. Many sites need --mem, too.
 #SBATCH --time=24:00:00
 #SBATCH --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=12
 #SBATCH --signal=USR1@120 --requeue --open-mode=append --output=explore-%j.log

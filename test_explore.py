@@ -1704,13 +1704,17 @@ def test_images_beside_the_folder_of_a_split_are_left_out_and_one_line_says_so(
     (tmp_path / split).mkdir()
     for i in range(5):
         (tmp_path / split / f"{i}.jpg").touch()
-    assert opened() == ([5, 5], f"--data {tmp_path}: the images are the 5 in {tmp_path / split}; "
-                                "2 beside it are left out\n")
+    line = f"--data {tmp_path}: the images are the 5 in {tmp_path / split}; others, such as"
+    assert opened() == ([5, 5], f"{line} 0.jpg, are left out\n")
     monkeypatch.setenv("RANK", "1")
     assert opened() == ([5, 5], "")
     monkeypatch.delenv("RANK")
     for name in ("0.jpg", "1.JPG"):
         (tmp_path / name).unlink()
+    assert opened() == ([5, 5], f"{line} other, are left out\n")
+    shutil.rmtree(tmp_path / "other")
+    for name in ("train", "val", "test", ".hidden"):
+        (tmp_path / name).mkdir(exist_ok=True)
     assert opened() == ([5, 5], "")
 
 
@@ -4671,6 +4675,27 @@ def test_the_readmes_program_saves_features_of_all_readable_photographs(photos, 
     assert out.split()[-5:] == [saved["paths"][i] for i in order]
 
 
+def test_the_program_of_running_md_prints_the_class_of_each_photograph(photos, tmp_path):
+    out = tmp_path / "runs" / "classes"
+    top1 = finetune.main(finetune.parse_args([
+        "--data", photos, "--pool", "mean", "--model", "vit_nano", "--image-size", "32",
+        "--patch-size", "8", "--batch-size", "5", "--epochs", "2", "--augment", "plain",
+        "--workers", "0", "--out", str(out)]))["top1"]
+    code, = re.findall(r"```python\n(.*?)```", (HERE / "RUNNING.md").read_text("utf-8"), re.S)
+    shutil.copytree(Path(photos, "val"), tmp_path / "photos")
+    for file in HERE.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "program.py").write_text(code, "utf-8")
+    code, printed, error = finish(start("program.py", folder=tmp_path))
+    assert code == 0, error
+    found = [line.rsplit(" ", 1) for line in printed.splitlines()]
+    images = sorted(tmp_path.glob("photos/*/*.*g"))
+    assert sorted(path for path, _ in found) == [
+        str(path.relative_to(tmp_path)) for path in images]
+    right = sum(Path(path).parent.name == name for path, name in found)
+    assert 100 * right / len(images) == pytest.approx(top1, abs=0.01)
+
+
 def stand_in(folder, name, script):
     """A shell script in a program's place -> the environment in which it is found first."""
     (folder / name).write_text(f"#!/bin/bash\n{script}\n")
@@ -4716,7 +4741,7 @@ def test_commands_and_flags_that_the_reference_names_exist(capsys):
             SCRIPTS[name].parse_args(["--help"])
     flags = set(re.findall(r"--[a-z_-]+", capsys.readouterr().out))
     flags |= {"--node_rank", "--signals-to-handle"}                        # torchrun's
-    flags |= {"--gpus-per-task", "--gpus-per-node", "--signal"}            # Slurm's
+    flags |= {"--gpus-per-task", "--gpus-per-node", "--ntasks-per-node", "--signal"}      # Slurm's
     assert set(re.findall(r"`(--[a-z_-]+)", RUNNING)) <= flags
 
 
