@@ -209,8 +209,8 @@ def loss_of_expert(args) -> dict[int, str]:
 
 
 def count_experts(args) -> int:
-    """The number of experts of the router that is regularized and, unless --loss-weights says
-    otherwise, weights the losses; 0 without a router.
+    """The number of experts of the router in use, or 0 without a router. It is the loss router if
+    there is one, else that of the MoE blocks.
     """
     return LOSS_ROUTER_EXPERTS if args.loss_router else args.experts
 
