@@ -97,7 +97,8 @@ def softmin_weights(patch_loss: Tensor, selected: Tensor, lambda_: Tensor | floa
     loss with negative tilt.
 
     The weights have no gradient. With one, the gradient of Eq. 5 with respect to a patch's loss
-    would be p * (1 - (loss - weighted mean) / lambda), which is negative where the loss is high.
+    would be p * (1 - (loss - mean) / lambda), where mean is the weighted one. Training would raise
+    each loss that exceeds this mean by more than lambda.
     """
     # Losses are relative to the smallest selected one, whose weight is 1, so the weights cannot all
     # underflow. The loss of an unselected patch may be smaller still. Without the clamp, its

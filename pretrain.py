@@ -289,7 +289,7 @@ def main(args):
 
     for step in run.steps():
         common.set_rate(optimizer, plan.learning_rate(step))
-        common.seed_torch(args.seed, step, process.rank)      # drop path
+        common.seed_torch(args.seed, step, process.rank)            # drop path
         w = balance(step)                                           # [K]
 
         for micro_step in range(1, plan.micro_steps + 1):
