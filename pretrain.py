@@ -149,8 +149,8 @@ def check(parser, args):
             ("detach", router, a_router),
             ("detach", by_router, "--loss-weights dispatch or combine"),
             ("entropy_weight", router or softmin, f"{a_router}, or --loss-weights softmin"),
-            ("variation", softmin or (router and by_router), "a loss that is weighted: "
-             f"--loss-weights softmin, or {a_router} without --loss-weights uniform"),
+            ("variation", router or softmin, f"{a_router}, or --loss-weights softmin"),
+            ("variation", by_router or softmin, "--loss-weights dispatch, combine or softmin"),
             ("variation", not lambda_given, "a run without --entropy-weight"),
             ("entropy_on", router, a_router),
             ("importance_weight", router, a_router),

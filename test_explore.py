@@ -3617,8 +3617,8 @@ def test_every_block_is_compiled_in_few_graphs_that_serve_all_steps(stage, monke
     *((f"--experts 0 {flags}", f"{flags.split()[0]} needs --experts above 0") for flags in (
         "--detach", "--loss-block 3", "--loss-weights combine", "--entropy-weight 1",
         "--entropy-on combine", "--importance-weight 1")),
-    ("--experts 0 --variation 0.1", "--variation needs a loss that is weighted"),
-    ("--variation 0.1 --loss-weights uniform", "--variation needs a loss that is weighted"),
+    ("--experts 0 --variation 0.1", "--variation needs --experts above 0 or --loss-router, or "),
+    ("--variation 0.1 --loss-weights uniform", "--variation needs --loss-weights dispatch"),
     ("--variation 0.1 --entropy-weight 5", "--variation needs a run without --entropy-weight"),
     ("--loss-weights softmin", "softmin needs --entropy-weight or --variation"),
     ("--loss-weights softmin --entropy-weight 1 0", "softmin needs an --entropy-weight above 0"),
