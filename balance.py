@@ -105,9 +105,10 @@ class Lambda(nn.Module):
 
     Softmin's weights are proportional to exp(-loss / lambda). With `variation`, their coefficient
     of variation is therefore about `variation`, as long as that is well below 1. A router learns
-    such weights for w * loss, but lags behind, and its weights vary less. In dense encoding, they
-    may vary more: if the masked patches have a share m < 1 of an expert's weight, Eq. 5 divides by
-    m, and lambda acts on these patches like m * lambda.
+    such weights for w * loss, but lags behind, and its weights vary less. In dense encoding, lambda
+    acts like a smaller one: if the masked patches have a share m < 1 of an expert's weight, Eq. 5
+    divides their weights by m, but Eq. 6 counts the entropy of the divided weights only m times. So
+    lambda acts on these patches like m * lambda.
     """
 
     def __init__(self, lambdas: list[float], follows: list[str], objectives: list[str],

@@ -145,7 +145,7 @@ def check(parser, args):
             ("loss_block", args.experts, "--experts above 0"),
             ("loss_block", not args.loss_router, "a run without --loss-router"),
             ("loss_router", by_router, "--loss-weights dispatch or combine"),
-            ("loss_weights", router or softmin, a_router),
+            ("loss_weights", router or softmin, a_router),      # the flag itself may say softmin
             ("detach", router, a_router),
             ("detach", by_router, "--loss-weights dispatch or combine"),
             ("entropy_weight", router or softmin, f"{a_router}, or --loss-weights softmin"),
@@ -329,9 +329,9 @@ def compile_all(args, teacher: Teacher, student: Explore):
 
     GradNorm runs backward once for each objective, through the losses and what follows the
     encoder's blocks. A compiled graph may refuse that, because its first backward pass may free
-    what the next one needs. --recompute calls each block again in the backward pass, so the block
-    is what is compiled. With either, the encoder's blocks are compiled one by one, and the rest of
-    the student is not.
+    what the next one needs. With --recompute, a checkpoint around each block calls it in the
+    forward pass and again in the backward pass, and stays outside of the compiled code. With
+    either, the encoder's blocks are compiled one by one, and the rest of the student is not.
     """
     blockwise = args.balance == "gradnorm" or args.recompute
     for module in [teacher, *(student.encoder.blocks if blockwise else [student])]:
