@@ -3507,10 +3507,12 @@ def test_metrics_keep_no_graph(stage, monkeypatch):
 
 
 def test_a_router_that_collapses_is_warned_of(recwarn):
-    pretrain.warn_of_collapse({"token_ratio": 0.2, "token": 0.1})
+    routed, softmin = (argparse.Namespace(loss_weights=kind) for kind in ("combine", "softmin"))
+    pretrain.warn_of_collapse(routed, {"token_ratio": 0.2, "token": 0.1})
+    pretrain.warn_of_collapse(softmin, {"token_ratio": 0.199})
     assert not recwarn
     with pytest.warns(UserWarning, match="the weights collapse: pixel_ratio"):
-        pretrain.warn_of_collapse({"pixel_ratio": 0.199})
+        pretrain.warn_of_collapse(routed, {"pixel_ratio": 0.199})
 
 
 @pytest.mark.parametrize("name, flags, folder", (
