@@ -22,9 +22,12 @@ shapes --plant noise --seeds 0 1 2 3 4 \
     --rows $main unweighted-L0.5 routed-V1 aside-V0.3 oracle-keep0.6
 shapes --plant noise --seeds 0 1 2 3 4 --epochs 24 --rows $main aside-V0.3
 shapes --plant noise --seeds 0 1 2 --epochs 24 \
-    --rows softmin-L5 softmin-L0.5 routed-L5 routed-L0.5 routed-V1-times
+    --rows softmin-L5 softmin-L0.5 softmin-V1.5 softmin-V3 \
+    routed-L5 routed-L0.5 routed-V1 routed-V1.5 routed-V3 detached-V1 \
+    none none_oracle none_softmin-V1 router-V0.3 router-V1 \
+    routed-V1-rate20 routed-V1-cut0.5 routed-V1-times
 shapes --plant noise --seeds 0 1 2 --epochs 72 --rows $main
-shapes --plant noise --seeds 0 1 --model vit_tiny --rows $main
+shapes --plant noise --seeds 0 1 2 --model vit_tiny --rows $main
 shapes --plant random --share 0.1 --seeds 0 1 2 --rows $main softmin-V0.3
 shapes --seeds 0 1 2 --rows unweighted softmin-V1 softmin-V0.3 routed-V0.3
 photos --plant random --teacher-epochs 2 --seeds 0 1 2 --epochs 24 --rows $main
@@ -43,8 +46,6 @@ shapes $one --plant noise --seeds 3 4 --epochs 24 --rows $main
 photos $one --plant random --seeds 0 1 2 --rows $main
 shapes $one --plant noise --seeds 0 1 2 --rows routed-V1-rate20 routed-V1-rate100 \
     routed-V1-start5 routed-V1-cut0.5 routed-V1-block1 routed-V1-times router-V1-rate20
-shapes $one --plant noise --seeds 0 --epochs 24 \
-    --rows routed-V1-rate20 routed-V1-cut0.5 routed-V1-times
 shapes $one --seeds 0 1 2 --rows unweighted softmin-V0.3 softmin-V1 routed-V1 none none_softmin-V1
 photos $one --seeds 0 1 2 --rows unweighted softmin-V1 routed-V1
 shapes $one --seeds 0 1 2 --encoding dense \

@@ -200,8 +200,11 @@ KINDS = ["unweighted", "oracle", "softmin-V1", "routed-V0.3", "aside-V0.3"]
 APART = ["unweighted-L0.5", "oracle", "oracle-keep0.6", "routed-V0.3", "aside-V0.3"]
 ONE_TEACHER = [*MAIN, "routed-L5", "detached-V1", "none_oracle", "none_softmin-V1", "router-V0.3",
                "router-V1"]
-LONGER = ["softmin-L5", "softmin-L0.5", "softmin-V1", "routed-L5", "routed-L0.5", "routed-V0.3",
-          "routed-V1-times"]
+LONGER = ["softmin-L5", "softmin-L0.5", "softmin-V1", "softmin-V1.5", "softmin-V3", "routed-L5",
+          "routed-L0.5", "routed-V0.3", "routed-V1", "routed-V1.5", "routed-V3", "detached-V1",
+          "none_softmin-V1", "router-V0.3", "router-V1"]
+FEATURES = [*MAIN, "aside-V0.3", "unweighted-L0.5", "routed-L5", "none_oracle", "none_softmin-V1",
+            "router-V0.3", "router-V1"]
 MENDS = ["routed-V1", "routed-V1-rate20", "routed-V1-rate100", "routed-V1-start5",
          "routed-V1-cut0.5", "routed-V1-block1", "routed-V1-times", "router-V1",
          "router-V1-rate20"]
@@ -224,11 +227,12 @@ TABLES = {
     "weights": ([(f"{name}, {title}", PLANTED[title], Mean(field, 2))
                  for title in PLANTED
                  for name, field in (("ROC area", "auc"), ("planted", "weight_planted"))], MAIN),
-    "features": ([(f"{name}, {title}", case, cells)
-                  for title, case in (("noise, 8", NOISE), ("noise, 24", at(NOISE, 24)),
-                                      ("CIFAR-10, 24", CIFAR), ("noise, 8, one teacher", ONE),
-                                      ("noise, 24, one teacher", at(ONE, 24)))
-                  for name, cells in (("k-NN", KNN), ("probe", PROBE))], [*MAIN, "aside-V0.3"]),
+    "features": ([(f"{name}, {title}", PLANTED[title], cells)
+                  for title in ("noise, 8", "noise, 24", "noise, 72", "CIFAR-10, 24")
+                  for name, cells in (("k-NN", KNN), ("probe", PROBE))], FEATURES),
+    "one_features": ([(f"{name}, {epochs}", at(ONE, epochs), cells)
+                      for epochs in (8, 24)
+                      for name, cells in (("k-NN", KNN), ("probe", PROBE))], FEATURES),
     "none": ([(f"{name}, {title}", case, cells)
               for title, case in (("none", NONE), ("a tenth", TENTH),
                                   ("none, one teacher", ONE | {"plant": "none"}),
@@ -248,8 +252,8 @@ TABLES = {
     "longer": ([("recovered share, 24 epochs", at(NOISE, 24), Share()),
                 ("lambda at the end", at(NOISE, 24), Mean("lambda", 3)),
                 ("variation of the weights", at(NOISE, 24), Mean("cv", 2))], LONGER),
-    "mends": ([("seeds", ONE, Seeds()), ("recovered share, 8 epochs", ONE, Share()),
-               ("24 epochs", at(ONE, 24), Share())], MENDS),
+    "mends": ([("recovered share, 8 epochs, one teacher", ONE, Share()),
+               ("24 epochs, own teachers", at(NOISE, 24), Share())], MENDS),
 }
 ON_SELECTION_SEEDS = ("lambda",)
 
@@ -287,7 +291,7 @@ def count_comparisons(lines: list[dict]) -> tuple[int, int]:
 DRAWN = [*((title, PLANTED[title], "learned") for title in (
     "noise, 8", "noise, 24", "noise, 72", "CIFAR-10, 24")),
     ("noise, 8,\nclear patches", NOISE, "clear"), ("noise, 8,\nmixed patches", NOISE, "mixed")]
-LABELS = {"oracle": "oracle", "softmin-V1": "softmin", "routed-V0.3": "routed"}
+LABELS = {"oracle": "oracle", "softmin-V1": "softmin, V 1", "routed-V0.3": "routed, V 0.3"}
 
 
 def draw(lines: list[dict], path: Path):
@@ -315,7 +319,7 @@ def draw(lines: list[dict], path: Path):
         right.plot(losses, [value / mean_weight for value in closed], color=f"C{color}",
                    linewidth=1)
     right.set(xlabel="token loss of a patch, planted targets", ylabel="weight / mean",
-              title="weight against loss; lines: exp(-loss / lambda)")
+              title="noise, 8, one seed; lines: exp(-loss / lambda)")
     right.legend(fontsize=8)
     figure.savefig(path, dpi=90)
 
