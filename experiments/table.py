@@ -61,6 +61,8 @@ class Rows:
         for line in lines:
             chosen = (line["seed"] >= SELECTION) == selection
             if chosen and case.items() <= line.items():
+                if "curve" in line:      # groups of equally many patches, with their targets as given
+                    line = line | {"loss_given": statistics.mean(loss for loss, _ in line["curve"])}
                 key = line["seed"], line.get("teacher_digest")
                 self.rows.setdefault(line["row"], {})[key] = line
 
@@ -203,8 +205,7 @@ ONE_TEACHER = [*MAIN, "routed-L5", "detached-V1", "none_oracle", "none_softmin-V
 LONGER = ["softmin-L5", "softmin-L0.5", "softmin-V1", "softmin-V1.5", "softmin-V3", "routed-L5",
           "routed-L0.5", "routed-V0.3", "routed-V1", "routed-V1.5", "routed-V3", "detached-V1",
           "none_softmin-V1", "router-V0.3", "router-V1"]
-FEATURES = [*MAIN, "aside-V0.3", "unweighted-L0.5", "routed-L5", "none_oracle", "none_softmin-V1",
-            "router-V0.3", "router-V1"]
+GIVEN = [*MAIN, "none_oracle", "none_softmin-V1", "router-V0.3", "router-V1"]
 MENDS = ["routed-V1", "routed-V1-rate20", "routed-V1-rate100", "routed-V1-start5",
          "routed-V1-cut0.5", "routed-V1-block1", "routed-V1-times", "router-V1",
          "router-V1-rate20"]
@@ -228,11 +229,16 @@ TABLES = {
                  for title in PLANTED
                  for name, field in (("ROC area", "auc"), ("planted", "weight_planted"))], MAIN),
     "features": ([(f"{name}, {title}", PLANTED[title], cells)
-                  for title in ("noise, 8", "noise, 24", "noise, 72", "CIFAR-10, 24")
-                  for name, cells in (("k-NN", KNN), ("probe", PROBE))], FEATURES),
+                  for title in ("noise, 8", "noise, 24", "noise, 72", "noise, 8, ViT-Ti",
+                                "CIFAR-10, 24")
+                  for name, cells in (("k-NN", KNN), ("probe", PROBE))], None),
     "one_features": ([(f"{name}, {epochs}", at(ONE, epochs), cells)
                       for epochs in (8, 24)
-                      for name, cells in (("k-NN", KNN), ("probe", PROBE))], FEATURES),
+                      for name, cells in (("k-NN", KNN), ("probe", PROBE))], None),
+    "given": ([(f"{name}, {title}", case, Gain(f"loss_{patches}", relative=True))
+               for title, case in (("8", NOISE), ("24", at(NOISE, 24)), ("8, one teacher", ONE),
+                                   ("24, one teacher", at(ONE, 24)))
+               for name, patches in (("all", "given"), ("others", "learned"))], GIVEN),
     "none": ([(f"{name}, {title}", case, cells)
               for title, case in (("none", NONE), ("a tenth", TENTH),
                                   ("none, one teacher", ONE | {"plant": "none"}),
