@@ -61,7 +61,7 @@ class Rows:
         for line in lines:
             chosen = (line["seed"] >= SELECTION) == selection
             if chosen and case.items() <= line.items():
-                if "curve" in line:      # groups of equally many patches, with their targets as given
+                if "curve" in line:      # groups of equally many patches, targets as given
                     line = line | {"loss_given": statistics.mean(loss for loss, _ in line["curve"])}
                 key = line["seed"], line.get("teacher_digest")
                 self.rows.setdefault(line["row"], {})[key] = line
