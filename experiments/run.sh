@@ -20,16 +20,20 @@ photos() {
 main="unweighted oracle softmin-V1 routed-V0.3"
 shapes --plant noise --seeds 0 1 2 3 4 \
     --rows $main unweighted-L0.5 routed-V1 aside-V0.3 oracle-keep0.6
-shapes --plant noise --seeds 0 1 2 3 4 --epochs 24 --rows $main aside-V0.3
+shapes --plant noise --seeds 0 1 2 3 4 --epochs 24 \
+    --rows $main aside-V0.3 unweighted-L0.5
 shapes --plant noise --seeds 0 1 2 --epochs 24 \
     --rows softmin-L5 softmin-L0.5 softmin-V1.5 softmin-V3 \
     routed-L5 routed-L0.5 routed-V1 routed-V1.5 routed-V3 detached-V1 \
-    none none_oracle none_softmin-V1 router-V0.3 router-V1 \
+    none none_oracle none_softmin-V1 router-L5 router-L0.5 router-V0.3 router-V1 \
     routed-V1-rate20 routed-V1-cut0.5 routed-V1-times
 shapes --plant noise --seeds 0 1 2 --epochs 72 --rows $main
 shapes --plant noise --seeds 0 1 2 --model vit_tiny --rows $main
 shapes --plant random --share 0.1 --seeds 0 1 2 --rows $main softmin-V0.3
+shapes --plant random --encoding dense --seeds 0 1 2 --rows $main softmin-V0.3
+shapes --plant random --encoding dense --seeds 0 1 2 --epochs 24 --rows $main
 shapes --seeds 0 1 2 --rows unweighted softmin-V1 softmin-V0.3 routed-V0.3
+shapes --encoding dense --seeds 0 1 2 --rows unweighted softmin-V1 softmin-V0.3 routed-V0.3
 photos --plant random --teacher-epochs 2 --seeds 0 1 2 --epochs 24 --rows $main
 
 # all seeds have one teacher

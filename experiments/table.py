@@ -14,11 +14,13 @@ import json
 import math
 import re
 import statistics
+from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 # Student's t at 95 %, two-sided, by degrees of freedom
 T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+PAIR = " - "         # in the name of a pair of rows
 SELECTION = 100      # seeds from here on chose lambda, and are in no other table
 
 # Each seed has its own teacher, or all seeds of a set have one.
@@ -28,10 +30,12 @@ TINY = NOISE | {"model": "vit_tiny"}
 TENTH = NOISE | {"plant": "random", "share": 0.1}
 CIFAR = NOISE | {"set": "cifar10", "plant": "random", "epochs": 24}
 NONE = NOISE | {"plant": "none"}
+NONE_HIDDEN = NONE | {"encoding": "dense"}
 ONE = NOISE | {"teacher": "one"}
 ONE_CIFAR = CIFAR | {"teacher": "one", "epochs": 8}
 CIFAR_NONE = ONE_CIFAR | {"plant": "none"}
 DENSE = ONE | {"plant": "none", "encoding": "dense"}
+HIDDEN = NOISE | {"plant": "random", "encoding": "dense"}
 
 
 def at(case: dict, epochs: int) -> dict:
@@ -78,9 +82,12 @@ class Rows:
                 for seed in mine if seed in floor and seed in ceiling]
 
     def gains(self, row: str, field: str, relative: bool = False) -> list[float]:
-        """What the row is above its floor, seed by seed; with `relative`, in percent of it."""
+        """What the row is above its floor, seed by seed; with `relative`, in percent of it. Of a
+        pair of rows, "A - B", it is what A is above B.
+        """
+        row, _, other = row.partition(PAIR)
         mine = self.values(row, field)
-        floor = self.values(floor_and_ceiling(row)[0], field)
+        floor = self.values(other or floor_and_ceiling(row)[0], field)
         return [(mine[seed] - floor[seed]) * (100 / floor[seed] if relative else 1)
                 for seed in mine if seed in floor]
 
@@ -133,12 +140,15 @@ def markdown(lines: list[list[str]]) -> str:
 
 def table(lines: list[dict], columns: list[tuple], rows: list[str] | None = None,
           selection: bool = False) -> str:
-    """A line for each row that has a value; a column is (title, case, function(Rows, row))."""
+    """A line for each row, or pair of rows, that has a value; a column is (title, case,
+    function(Rows, row)).
+    """
     cases = [(title, Rows(lines, case, selection), value) for title, case, value in columns]
     names = rows or list(dict.fromkeys(row for _, found, _ in cases for row in found.rows))
     out = [["", *(title for title, _, _ in columns)]]
     for name in names:
-        cells = [value(found, name) if name in found.rows else "" for _, found, value in cases]
+        cells = [value(found, name) if name.partition(PAIR)[0] in found.rows else ""
+                 for _, found, value in cases]
         if any(cells):
             out.append([name, *cells])
     return markdown(out)
@@ -160,7 +170,9 @@ class Share:
 
 
 class Gain:
-    """A column of what a row is above its floor; with `relative`, in percent of it."""
+    """A column of what a row is above its floor, or the first row of a pair above the second; with
+    `relative`, in percent of it.
+    """
 
     def __init__(self, field: str, digits: int = 1, relative: bool = False):
         self.field, self.digits, self.relative = field, digits, relative
@@ -200,23 +212,31 @@ class Seeds(Mean):
 MAIN = ["oracle", "softmin-V1", "routed-V0.3", "routed-V1"]
 KINDS = ["unweighted", "oracle", "softmin-V1", "routed-V0.3", "aside-V0.3"]
 APART = ["unweighted-L0.5", "oracle", "oracle-keep0.6", "routed-V0.3", "aside-V0.3"]
+PAIRS = ["routed-V0.3 - aside-V0.3", "routed-V0.3 - unweighted-L0.5",
+         "routed-L0.5 - unweighted-L0.5", "aside-V0.3 - unweighted-L0.5",
+         "routed-V0.3 - routed-V1", "softmin-V1.5 - softmin-V1"]
+HIDING = ["unweighted", "oracle", "softmin-V0.3", "softmin-V1", "softmin-V1 - oracle",
+          "softmin-V1 - softmin-V0.3", "routed-V0.3"]
 ONE_TEACHER = [*MAIN, "routed-L5", "detached-V1", "none_oracle", "none_softmin-V1", "router-V0.3",
                "router-V1"]
 LONGER = ["softmin-L5", "softmin-L0.5", "softmin-V1", "softmin-V1.5", "softmin-V3", "routed-L5",
           "routed-L0.5", "routed-V0.3", "routed-V1", "routed-V1.5", "routed-V3", "detached-V1",
-          "none_softmin-V1", "router-V0.3", "router-V1"]
+          "none_softmin-V1", "router-L5", "router-L0.5", "router-V0.3", "router-V1"]
 GIVEN = [*MAIN, "none_oracle", "none_softmin-V1", "router-V0.3", "router-V1"]
 MENDS = ["routed-V1", "routed-V1-rate20", "routed-V1-rate100", "routed-V1-start5",
          "routed-V1-cut0.5", "routed-V1-block1", "routed-V1-times", "router-V1",
          "router-V1-rate20"]
 
 PLANTED = {"noise, 8": NOISE, "noise, 24": at(NOISE, 24), "noise, 72": at(NOISE, 72),
-           "noise, 8, ViT-Ti": TINY, "CIFAR-10, 8, one teacher": ONE_CIFAR, "CIFAR-10, 24": CIFAR}
+           "noise, 8, ViT-Ti": TINY, "hidden, 8": HIDDEN, "hidden, 24": at(HIDDEN, 24),
+           "CIFAR-10, 8, one teacher": ONE_CIFAR, "CIFAR-10, 24": CIFAR}
+SHOWN = "object", "other", "noise"       # what a patch shows
 LEARNED, PROBE, KNN = Gain("loss_learned", relative=True), Gain("probe_mean"), Gain("knn_mean")
 
 # table: columns of (title, case, cells), and the rows; without rows, all that there are
 TABLES = {
-    "share": ([(title, case, Share()) for title, case in PLANTED.items()], MAIN),
+    "share": ([(title, case, Share()) for title, case in PLANTED.items()],
+              [*MAIN, "softmin-V0.3"]),
     "loss": ([(title, case, Mean("loss_learned", 4)) for title, case in PLANTED.items()],
              ["unweighted", "oracle"]),
     "kinds": ([(f"{patches}, {epochs}", at(NOISE, epochs), Gain(f"loss_{patches}", 0, True))
@@ -225,12 +245,16 @@ TABLES = {
                ("ROC area", NOISE, Mean("auc", 2)),
                *((patches, NOISE, Share(patches)) for patches in ("learned", "clear", "mixed"))],
               APART),
+    "pairs": ([(f"{name}, {epochs}", at(NOISE, epochs), cells)
+               for epochs in (8, 24)
+               for name, cells in (("others", LEARNED), *(
+                   (patches, Gain(f"loss_{patches}", relative=True))
+                   for patches in ("clear", "mixed")), ("k-NN", KNN), ("probe", PROBE))], PAIRS),
     "weights": ([(f"{name}, {title}", PLANTED[title], Mean(field, 2))
                  for title in PLANTED
                  for name, field in (("ROC area", "auc"), ("planted", "weight_planted"))], MAIN),
     "features": ([(f"{name}, {title}", PLANTED[title], cells)
-                  for title in ("noise, 8", "noise, 24", "noise, 72", "noise, 8, ViT-Ti",
-                                "CIFAR-10, 24")
+                  for title in PLANTED
                   for name, cells in (("k-NN", KNN), ("probe", PROBE))], None),
     "one_features": ([(f"{name}, {epochs}", at(ONE, epochs), cells)
                       for epochs in (8, 24)
@@ -241,15 +265,25 @@ TABLES = {
                for name, patches in (("all", "given"), ("others", "learned"))], GIVEN),
     "none": ([(f"{name}, {title}", case, cells)
               for title, case in (("none", NONE), ("a tenth", TENTH),
+                                  ("none, hidden", NONE_HIDDEN),
                                   ("none, one teacher", ONE | {"plant": "none"}),
                                   ("none, CIFAR-10, one teacher", CIFAR_NONE))
               for name, cells in (("loss (%)", LEARNED), ("k-NN", KNN), ("probe", PROBE))],
-             ["oracle", "softmin-V0.3", "softmin-V1", "routed-V0.3", "routed-V1"]),
-    "masked": ([("loss (%)", DENSE, LEARNED),
-                *((f"{name}, {kind}", DENSE, Mean(f"{field}_{kind}", 2))
-                  for name, field in (("explained", "explained"), ("weight", "weight"))
-                  for kind in ("object", "other", "noise")),
-                ("k-NN", DENSE, KNN), ("probe", DENSE, PROBE)], None),
+             ["oracle", "softmin-V0.3", "softmin-V1", "softmin-V1 - softmin-V0.3", "routed-V0.3",
+              "routed-V1"]),
+    "hidden": ([(f"{name}, {epochs}", at(HIDDEN, epochs), cells)
+                for epochs in (8, 24)
+                                for name, cells in (*((f"{kind} (%)", Gain(f"loss_{kind}", relative=True))
+                                      for kind in SHOWN),
+                                    *((f"weight, {kind}", Mean(f"weight_{kind}", 2))
+                                      for kind in SHOWN),
+                                    ("variation of the weights", Mean("cv", 2)))], HIDING),
+    **{name: ([("loss (%)", case, LEARNED),
+               *((f"{kind} (%)", case, Gain(f"loss_{kind}", relative=True)) for kind in SHOWN),
+               *((f"{field}, {kind}", case, Mean(f"{field}_{kind}", 2))
+                 for field in ("explained", "weight") for kind in SHOWN),
+               ("k-NN", case, KNN), ("probe", case, PROBE)], None)
+       for name, case in (("own_masked", NONE_HIDDEN), ("masked", DENSE))},
     "one": ([("seeds", ONE, Seeds()), ("8 epochs", ONE, Share()),
              ("24 epochs", at(ONE, 24), Share())], ONE_TEACHER),
     "lambda": ([("recovered share, 8 epochs", ONE, Share()),
@@ -262,11 +296,14 @@ TABLES = {
                ("24 epochs, own teachers", at(NOISE, 24), Share())], MENDS),
 }
 ON_SELECTION_SEEDS = ("lambda",)
+FEATURES = {"knn_mean": "k-NN", "probe_mean": "probe"}
+SIGNS = {1: "better", -1: "worse", 0: "cannot tell"}
 
 
 def tables(lines: list[dict]) -> dict[str, str]:
     return {name: table(lines, columns, rows, name in ON_SELECTION_SEEDS)
-            for name, (columns, rows) in TABLES.items()}
+            for name, (columns, rows) in TABLES.items()} | {
+                "told": count_features(comparisons(lines))}
 
 
 def fill(text: str, name: str, content: str) -> str:
@@ -275,11 +312,12 @@ def fill(text: str, name: str, content: str) -> str:
                   lambda match: f"{match[1]}{content}\n{match[2]}", text, flags=re.DOTALL)
 
 
-def count_comparisons(lines: list[dict]) -> tuple[int, int]:
-    """How many numbers of the tables compare a row with its floor, and how many of these differ
-    from zero. The seeds that chose lambda are left out, and so are single seeds.
+def comparisons(lines: list[dict]) -> dict[tuple, int]:
+    """The numbers of the tables that compare a row with another one: (cells, field, row, *case) ->
+    1 if it is above the other, -1 if it is below, 0 if we cannot tell. The seeds that chose lambda
+    are left out, and so are single seeds.
     """
-    compared = {}
+    signs = {}
     for name, (columns, rows) in TABLES.items():
         for _, case, cells in columns:
             found = Rows(lines, case)
@@ -287,16 +325,32 @@ def count_comparisons(lines: list[dict]) -> tuple[int, int]:
                 values = cells.values(found, row)
                 if len(values) > 1 and name not in ON_SELECTION_SEEDS:
                     # the same number in two tables counts once
-                    key = (type(cells), cells.field, *case.items(), row)
-                    compared[key] = abs(statistics.mean(values)) > detectable(values)
-    return len(compared), sum(compared.values())
+                    mean, limit = statistics.mean(values), detectable(values)
+                    signs[type(cells), cells.field, row, *case.items()] = (
+                        (mean > limit) - (mean < -limit))
+    return signs
+
+
+def count_features(signs: dict[tuple, int]) -> str:
+    """In how many comparisons with a floor each kind of row has better or worse features."""
+    counts = {}
+    for (_, field, row, *_), sign in signs.items():
+        if field in FEATURES and PAIR not in row:
+            kind = row.removeprefix("none_").split("-")[0]
+            counts.setdefault(kind, Counter())[field, sign] += 1
+    out = [["", *(f"{FEATURES[field]}: {word}" for field in FEATURES for word in SIGNS.values())]]
+    for kind, found in counts.items():
+        out.append([kind, *(str(found[field, sign]) for field in FEATURES for sign in SIGNS)])
+    return markdown(out)
 
 
 # ----------------------------------------------------------------------------- picture
 
 DRAWN = [*((title, PLANTED[title], "learned") for title in (
-    "noise, 8", "noise, 24", "noise, 72", "CIFAR-10, 24")),
-    ("noise, 8,\nclear patches", NOISE, "clear"), ("noise, 8,\nmixed patches", NOISE, "mixed")]
+    "noise, 8", "noise, 24", "noise, 72", "CIFAR-10, 24", "hidden, 24")),
+    *((f"{title},\n{name}", PLANTED[title], patches) for title, name, patches in (
+        ("hidden, 24", "objects", "object"), ("noise, 8", "clear", "clear"),
+        ("noise, 8", "mixed", "mixed")))]
 LABELS = {"oracle": "oracle", "softmin-V1": "softmin, V 1", "routed-V0.3": "routed, V 0.3"}
 
 
@@ -339,9 +393,9 @@ def main(args: argparse.Namespace) -> dict[str, str]:
         text = fill(text, name, content)
         print(f"{name}\n{content}\n")
     args.readme.write_text(text, "utf-8")
-    compared, told = count_comparisons(lines)
-    print(f"{compared} comparisons with a floor, of which {told} differ from zero; by chance, "
-          f"{0.05 * compared:.1f} would")
+    signs = comparisons(lines)
+    print(f"{len(signs)} comparisons, of which {sum(map(abs, signs.values()))} differ from zero; "
+          f"by chance, {0.05 * len(signs):.1f} would")
     if args.draw:
         draw(lines, args.draw)
     return found

@@ -268,21 +268,44 @@ def test_shares_and_limits_are_those_of_a_plain_calculation():
     assert found.gains("b", "loss_learned") == [0, 1, -0.5]
     assert found.gains("router", "loss_learned", relative=True) == [-200 / 7] * 3
     assert gain(found, "a") == "-6.67 ± 0.67" and gain(found, "none") == "floor"
+    assert gain(found, "b - a") == "+6.83 ± 0.44"         # 6, 7, 7.5
+    assert found.gains("b - a", "loss_learned", relative=True) == pytest.approx(
+        [150, 700 / 6, 250])
+    assert gain(found, "b - missing") == ""
     assert table.cell([1.5], 1, "+") == "+1.5 (one seed)"
 
 
-def test_comparisons_with_a_floor_are_counted_once(monkeypatch):
-    lines = [table.NOISE | {"row": row, "seed": seed, "loss_learned": loss}
-             for row, losses in {"unweighted": (10, 12), "oracle": (2, 4), "a": (4, 6.1),
-                                 "b": (9, 14)}.items() for seed, loss in enumerate(losses)]
+def test_comparisons_are_counted_once(monkeypatch):
+    lines = [table.NOISE | {"row": row, "seed": seed, "loss_learned": loss, "probe_mean": -loss}
+             for row, losses in {"unweighted": (10, 12), "oracle": (2, 4), "a-V1": (4, 6.1),
+                                 "b": (9, 14), "none": (3, 5), "none_a": (4, 6)}.items()
+             for seed, loss in enumerate(losses)]
     share = ("share", table.NOISE, table.Share())
-    columns = [share, share, ("mean", table.NOISE, table.Mean("loss_learned", 2)),
-               ("gain", table.NOISE, table.Gain("loss_learned", 1, relative=True))]
-    monkeypatch.setattr(table, "TABLES", {"one": (columns, None), "two": ([share], ["a", "b"]),
-                                          "lambda": ([share], None)})
-    # shares of a and b; gains of oracle, a and b. The share of a differs from zero: 0.75, 0.7375;
-    # so do the gains of a, -60 and -49.2 %, but for two seeds not, nor those of the others.
-    assert table.count_comparisons(lines) == (5, 1)
+    gain = ("gain", table.NOISE, table.Gain("loss_learned"))
+    probe = ("probe", table.NOISE, table.Gain("probe_mean"))
+    monkeypatch.setattr(table, "TABLES", {
+        "one": ([share, share, gain, ("mean", table.NOISE, table.Mean("loss_learned", 2))],
+                ["unweighted", "oracle", "a-V1", "b"]),
+        "two": ([share], ["a-V1", "b"]), "lambda": ([share], None), "features": ([probe], None),
+        "pairs": ([gain, probe], ["b - a-V1"])})
+    signs = table.comparisons(lines)
+    case = tuple(table.NOISE.items())
+    # shares of a: 0.75 and 0.7375; gains of a: -6 and -5.9; for two seeds, b never differs
+    assert signs == {
+        (table.Share, "loss_learned", "a-V1", *case): 1,
+        (table.Share, "loss_learned", "b", *case): 0,
+        (table.Gain, "loss_learned", "oracle", *case): -1,
+        (table.Gain, "loss_learned", "a-V1", *case): -1,
+        (table.Gain, "loss_learned", "b", *case): 0,
+        (table.Gain, "loss_learned", "b - a-V1", *case): 0,
+        (table.Gain, "probe_mean", "oracle", *case): 1,
+        (table.Gain, "probe_mean", "a-V1", *case): 1,
+        (table.Gain, "probe_mean", "b", *case): 0,
+        (table.Gain, "probe_mean", "none_a", *case): -1,
+        (table.Gain, "probe_mean", "b - a-V1", *case): 0}
+    assert [line.split(" | ") for line in table.count_features(signs).splitlines()[2:]] == [
+        ["| oracle", "0", "0", "0", "1", "0", "0 |"], ["| a", "0", "0", "0", "1", "1", "0 |"],
+        ["| b", "0", "0", "0", "0", "0", "1 |"]]
 
 
 def test_the_tables_are_those_of_the_rows():
@@ -291,9 +314,11 @@ def test_the_tables_are_those_of_the_rows():
         assert f"<!-- table.py {name} -->" in README
         text = table.fill(text, name, content)
     assert text == README, "run table.py"
-    compared, told = table.count_comparisons(LINES)
-    assert f"Of {compared} comparisons with a floor, {told} differ from zero" in " ".join(
-        README.split())
+    signs = table.comparisons(LINES)
+    features = [sign for (_, field, *_), sign in signs.items() if field in table.FEATURES]
+    for name, found in (("comparisons", [*signs.values()]), ("are of k-NN and probe", features)):
+        told = f"{len(found)} {name}, {sum(map(abs, found))} differ from zero"
+        assert told in " ".join(README.split())
 
 
 def test_the_weights_of_a_row_are_drawn_after_each_epoch(tmp_path, capsys, few_images):
