@@ -214,7 +214,7 @@ KINDS = ["unweighted", "oracle", "softmin-V1", "routed-V0.3", "aside-V0.3"]
 APART = ["unweighted-L0.5", "oracle", "oracle-keep0.6", "routed-V0.3", "aside-V0.3"]
 PAIRS = ["routed-V0.3 - aside-V0.3", "routed-V0.3 - unweighted-L0.5",
          "routed-L0.5 - unweighted-L0.5", "aside-V0.3 - unweighted-L0.5",
-         "routed-V0.3 - routed-V1", "softmin-V1.5 - softmin-V1"]
+         "routed-V0.3 - routed-V1", "softmin-V1.5 - softmin-V1", "none - unweighted"]
 HIDING = ["unweighted", "oracle", "softmin-V0.3", "softmin-V1", "softmin-V1 - oracle",
           "softmin-V1 - softmin-V0.3", "routed-V0.3"]
 ONE_TEACHER = [*MAIN, "routed-L5", "detached-V1", "none_oracle", "none_softmin-V1", "router-V0.3",
@@ -269,11 +269,11 @@ TABLES = {
                                   ("none, one teacher", ONE | {"plant": "none"}),
                                   ("none, CIFAR-10, one teacher", CIFAR_NONE))
               for name, cells in (("loss (%)", LEARNED), ("k-NN", KNN), ("probe", PROBE))],
-             ["oracle", "softmin-V0.3", "softmin-V1", "softmin-V1 - softmin-V0.3", "routed-V0.3",
-              "routed-V1"]),
+             ["oracle", "softmin-V0.3", "softmin-V1", "softmin-V1 - softmin-V0.3",
+              "none_softmin-V1", "routed-V0.3", "routed-V1"]),
     "hidden": ([(f"{name}, {epochs}", at(HIDDEN, epochs), cells)
                 for epochs in (8, 24)
-                                for name, cells in (*((f"{kind} (%)", Gain(f"loss_{kind}", relative=True))
+                for name, cells in (*((f"{kind} (%)", Gain(f"loss_{kind}", relative=True))
                                       for kind in SHOWN),
                                     *((f"weight, {kind}", Mean(f"weight_{kind}", 2))
                                       for kind in SHOWN),
