@@ -215,6 +215,8 @@ APART = ["unweighted-L0.5", "oracle", "oracle-keep0.6", "routed-V0.3", "aside-V0
 PAIRS = ["routed-V0.3 - aside-V0.3", "routed-V0.3 - unweighted-L0.5",
          "routed-L0.5 - unweighted-L0.5", "aside-V0.3 - unweighted-L0.5",
          "routed-V0.3 - routed-V1", "softmin-V1.5 - softmin-V1", "none - unweighted"]
+LITTLE = ["oracle", "softmin-V0.3", "softmin-V1", "softmin-V1 - softmin-V0.3", "none_softmin-V1",
+          "routed-V0.3", "routed-V1"]
 HIDING = ["unweighted", "oracle", "softmin-V0.3", "softmin-V1", "softmin-V1 - oracle",
           "softmin-V1 - softmin-V0.3", "routed-V0.3"]
 ONE_TEACHER = [*MAIN, "routed-L5", "detached-V1", "none_oracle", "none_softmin-V1", "router-V0.3",
@@ -230,6 +232,8 @@ MENDS = ["routed-V1", "routed-V1-rate20", "routed-V1-rate100", "routed-V1-start5
 PLANTED = {"noise, 8": NOISE, "noise, 24": at(NOISE, 24), "noise, 72": at(NOISE, 72),
            "noise, 8, ViT-Ti": TINY, "hidden, 8": HIDDEN, "hidden, 24": at(HIDDEN, 24),
            "CIFAR-10, 8, one teacher": ONE_CIFAR, "CIFAR-10, 24": CIFAR}
+FEW = {"none": NONE, "a tenth": TENTH, "none, hidden": NONE_HIDDEN,
+       "none, one teacher": ONE | {"plant": "none"}, "none, CIFAR-10, one teacher": CIFAR_NONE}
 SHOWN = "object", "other", "noise"       # what a patch shows
 LEARNED, PROBE, KNN = Gain("loss_learned", relative=True), Gain("probe_mean"), Gain("knn_mean")
 
@@ -263,14 +267,8 @@ TABLES = {
                for title, case in (("8", NOISE), ("24", at(NOISE, 24)), ("8, one teacher", ONE),
                                    ("24, one teacher", at(ONE, 24)))
                for name, patches in (("all", "given"), ("others", "learned"))], GIVEN),
-    "none": ([(f"{name}, {title}", case, cells)
-              for title, case in (("none", NONE), ("a tenth", TENTH),
-                                  ("none, hidden", NONE_HIDDEN),
-                                  ("none, one teacher", ONE | {"plant": "none"}),
-                                  ("none, CIFAR-10, one teacher", CIFAR_NONE))
-              for name, cells in (("loss (%)", LEARNED), ("k-NN", KNN), ("probe", PROBE))],
-             ["oracle", "softmin-V0.3", "softmin-V1", "softmin-V1 - softmin-V0.3",
-              "none_softmin-V1", "routed-V0.3", "routed-V1"]),
+    "none": ([(f"{name}, {title}", case, cells) for title, case in FEW.items()
+              for name, cells in (("loss (%)", LEARNED), ("k-NN", KNN), ("probe", PROBE))], LITTLE),
     "hidden": ([(f"{name}, {epochs}", at(HIDDEN, epochs), cells)
                 for epochs in (8, 24)
                 for name, cells in (*((f"{kind} (%)", Gain(f"loss_{kind}", relative=True))
@@ -278,6 +276,8 @@ TABLES = {
                                     *((f"weight, {kind}", Mean(f"weight_{kind}", 2))
                                       for kind in SHOWN),
                                     ("variation of the weights", Mean("cv", 2)))], HIDING),
+        "shown": ([(f"{kind} (%), {title}", case, Gain(f"loss_{kind}", relative=True))
+               for title, case in FEW.items() for kind in SHOWN if "CIFAR" not in title], LITTLE),
     **{name: ([("loss (%)", case, LEARNED),
                *((f"{kind} (%)", case, Gain(f"loss_{kind}", relative=True)) for kind in SHOWN),
                *((f"{field}, {kind}", case, Mean(f"{field}_{kind}", 2))
