@@ -20,8 +20,7 @@ photos() {
 main="unweighted oracle softmin-V1 routed-V0.3"
 shapes --plant noise --seeds 0 1 2 3 4 \
     --rows $main unweighted-L0.5 routed-V1 aside-V0.3 oracle-keep0.6
-shapes --plant noise --seeds 0 1 2 3 4 --epochs 24 \
-    --rows $main aside-V0.3 unweighted-L0.5
+shapes --plant noise --seeds 0 1 2 3 4 --epochs 24 --rows $main aside-V0.3 unweighted-L0.5
 shapes --plant noise --seeds 0 1 2 --epochs 24 \
     --rows softmin-L5 softmin-L0.5 softmin-V1.5 softmin-V3 \
     routed-L5 routed-L0.5 routed-V1 routed-V1.5 routed-V3 detached-V1 \

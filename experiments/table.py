@@ -34,7 +34,8 @@ NONE_HIDDEN = NONE | {"encoding": "dense"}
 ONE = NOISE | {"teacher": "one"}
 ONE_CIFAR = CIFAR | {"teacher": "one", "epochs": 8}
 CIFAR_NONE = ONE_CIFAR | {"plant": "none"}
-DENSE = ONE | {"plant": "none", "encoding": "dense"}
+ONE_NONE = ONE | {"plant": "none"}
+ONE_NONE_HIDDEN = ONE_NONE | {"encoding": "dense"}
 HIDDEN = NOISE | {"plant": "random", "encoding": "dense"}
 
 
@@ -217,8 +218,8 @@ PAIRS = ["routed-V0.3 - aside-V0.3", "routed-V0.3 - unweighted-L0.5",
          "routed-V0.3 - routed-V1", "softmin-V1.5 - softmin-V1", "none - unweighted"]
 LITTLE = ["oracle", "softmin-V0.3", "softmin-V1", "softmin-V1 - softmin-V0.3", "none_softmin-V1",
           "routed-V0.3", "routed-V1"]
-HIDING = ["unweighted", "oracle", "softmin-V0.3", "softmin-V1", "softmin-V1 - oracle",
-          "softmin-V1 - softmin-V0.3", "routed-V0.3"]
+HIDDEN_ROWS = ["unweighted", "oracle", "softmin-V0.3", "softmin-V1", "softmin-V1 - oracle",
+               "softmin-V1 - softmin-V0.3", "routed-V0.3", "routed-V1", "none", "none_softmin-V1"]
 ONE_TEACHER = [*MAIN, "routed-L5", "detached-V1", "none_oracle", "none_softmin-V1", "router-V0.3",
                "router-V1"]
 LONGER = ["softmin-L5", "softmin-L0.5", "softmin-V1", "softmin-V1.5", "softmin-V3", "routed-L5",
@@ -232,10 +233,15 @@ MENDS = ["routed-V1", "routed-V1-rate20", "routed-V1-rate100", "routed-V1-start5
 PLANTED = {"noise, 8": NOISE, "noise, 24": at(NOISE, 24), "noise, 72": at(NOISE, 72),
            "noise, 8, ViT-Ti": TINY, "hidden, 8": HIDDEN, "hidden, 24": at(HIDDEN, 24),
            "CIFAR-10, 8, one teacher": ONE_CIFAR, "CIFAR-10, 24": CIFAR}
-FEW = {"none": NONE, "a tenth": TENTH, "none, hidden": NONE_HIDDEN,
-       "none, one teacher": ONE | {"plant": "none"}, "none, CIFAR-10, one teacher": CIFAR_NONE}
-SHOWN = "object", "other", "noise"       # what a patch shows
-LEARNED, PROBE, KNN = Gain("loss_learned", relative=True), Gain("probe_mean"), Gain("knn_mean")
+FEW = {"none": NONE, "a tenth": TENTH, "none, one teacher": ONE_NONE,
+       "none, CIFAR-10, one teacher": CIFAR_NONE}
+SHOWN = "object", "other", "noise"       # what a patch of shapes-noise shows
+BY_SHOWN = [(f"{kind} (%)", Gain(f"loss_{kind}", relative=True)) for kind in SHOWN]
+WEIGHTS = [(f"weight, {kind}", Mean(f"weight_{kind}", 2)) for kind in SHOWN]
+EXPLAINED = [(f"explained, {kind}", Mean(f"explained_{kind}", 2)) for kind in SHOWN]
+LEARNED = Gain("loss_learned", relative=True)
+FEATURES = {"knn_mean": "k-NN", "probe_mean": "probe"}
+ACCURACY = [(title, Gain(field)) for field, title in FEATURES.items()]
 
 # table: columns of (title, case, cells), and the rows; without rows, all that there are
 TABLES = {
@@ -253,37 +259,28 @@ TABLES = {
                for epochs in (8, 24)
                for name, cells in (("others", LEARNED), *(
                    (patches, Gain(f"loss_{patches}", relative=True))
-                   for patches in ("clear", "mixed")), ("k-NN", KNN), ("probe", PROBE))], PAIRS),
+                   for patches in ("clear", "mixed")), *ACCURACY)], PAIRS),
     "weights": ([(f"{name}, {title}", PLANTED[title], Mean(field, 2))
                  for title in PLANTED
                  for name, field in (("ROC area", "auc"), ("planted", "weight_planted"))], MAIN),
     "features": ([(f"{name}, {title}", PLANTED[title], cells)
-                  for title in PLANTED
-                  for name, cells in (("k-NN", KNN), ("probe", PROBE))], None),
+                  for title in PLANTED for name, cells in ACCURACY], None),
     "one_features": ([(f"{name}, {epochs}", at(ONE, epochs), cells)
-                      for epochs in (8, 24)
-                      for name, cells in (("k-NN", KNN), ("probe", PROBE))], None),
+                      for epochs in (8, 24) for name, cells in ACCURACY], None),
     "given": ([(f"{name}, {title}", case, Gain(f"loss_{patches}", relative=True))
                for title, case in (("8", NOISE), ("24", at(NOISE, 24)), ("8, one teacher", ONE),
                                    ("24, one teacher", at(ONE, 24)))
                for name, patches in (("all", "given"), ("others", "learned"))], GIVEN),
     "none": ([(f"{name}, {title}", case, cells) for title, case in FEW.items()
-              for name, cells in (("loss (%)", LEARNED), ("k-NN", KNN), ("probe", PROBE))], LITTLE),
-    "hidden": ([(f"{name}, {epochs}", at(HIDDEN, epochs), cells)
-                for epochs in (8, 24)
-                for name, cells in (*((f"{kind} (%)", Gain(f"loss_{kind}", relative=True))
-                                      for kind in SHOWN),
-                                    *((f"weight, {kind}", Mean(f"weight_{kind}", 2))
-                                      for kind in SHOWN),
-                                    ("variation of the weights", Mean("cv", 2)))], HIDING),
-        "shown": ([(f"{kind} (%), {title}", case, Gain(f"loss_{kind}", relative=True))
-               for title, case in FEW.items() for kind in SHOWN if "CIFAR" not in title], LITTLE),
-    **{name: ([("loss (%)", case, LEARNED),
-               *((f"{kind} (%)", case, Gain(f"loss_{kind}", relative=True)) for kind in SHOWN),
-               *((f"{field}, {kind}", case, Mean(f"{field}_{kind}", 2))
-                 for field in ("explained", "weight") for kind in SHOWN),
-               ("k-NN", case, KNN), ("probe", case, PROBE)], None)
-       for name, case in (("own_masked", NONE_HIDDEN), ("masked", DENSE))},
+              for name, cells in (("loss (%)", LEARNED), *ACCURACY)], LITTLE),
+    "shown": ([(f"{name}, {title}", case, cells) for title, case in FEW.items()
+               if case["set"] != "cifar10" for name, cells in BY_SHOWN], LITTLE),
+    **{name: ([(title, case, cells) for title, cells in (
+        ("loss (%)", LEARNED), *BY_SHOWN, *EXPLAINED, *WEIGHTS, *ACCURACY)],
+        HIDDEN_ROWS) for name, case in (("masked", NONE_HIDDEN), ("one_masked", ONE_NONE_HIDDEN))},
+    "hidden": ([(f"{name}, {epochs}", at(HIDDEN, epochs), cells) for epochs in (8, 24)
+                for name, cells in (*BY_SHOWN, *WEIGHTS,
+                                    ("variation of the weights", Mean("cv", 2)))], HIDDEN_ROWS),
     "one": ([("seeds", ONE, Seeds()), ("8 epochs", ONE, Share()),
              ("24 epochs", at(ONE, 24), Share())], ONE_TEACHER),
     "lambda": ([("recovered share, 8 epochs", ONE, Share()),
@@ -296,7 +293,6 @@ TABLES = {
                ("24 epochs, own teachers", at(NOISE, 24), Share())], MENDS),
 }
 ON_SELECTION_SEEDS = ("lambda",)
-FEATURES = {"knn_mean": "k-NN", "probe_mean": "probe"}
 SIGNS = {1: "better", -1: "worse", 0: "cannot tell"}
 
 
@@ -332,7 +328,9 @@ def comparisons(lines: list[dict]) -> dict[tuple, int]:
 
 
 def count_features(signs: dict[tuple, int]) -> str:
-    """In how many comparisons with a floor each kind of row has better or worse features."""
+    """A table: in how many comparisons with a floor each kind of row has better features, or
+    worse ones.
+    """
     counts = {}
     for (_, field, row, *_), sign in signs.items():
         if field in FEATURES and PAIR not in row:

@@ -290,7 +290,7 @@ def test_comparisons_are_counted_once(monkeypatch):
         "pairs": ([gain, probe], ["b - a-V1"])})
     signs = table.comparisons(lines)
     case = tuple(table.NOISE.items())
-    # shares of a: 0.75 and 0.7375; gains of a: -6 and -5.9; for two seeds, b never differs
+    # shares of a: 0.75 and 0.7375; gains of a: -6 and -5.9; with two seeds, b never differs
     assert signs == {
         (table.Share, "loss_learned", "a-V1", *case): 1,
         (table.Share, "loss_learned", "b", *case): 0,
@@ -316,9 +316,9 @@ def test_the_tables_are_those_of_the_rows():
     assert text == README, "run table.py"
     signs = table.comparisons(LINES)
     features = [sign for (_, field, *_), sign in signs.items() if field in table.FEATURES]
-    for name, found in (("comparisons", [*signs.values()]), ("are of k-NN and probe", features)):
-        told = f"{len(found)} {name}, {sum(map(abs, found))} differ from zero"
-        assert told in " ".join(README.split())
+    for text, found in (("Of {} comparisons, {} differ from zero", [*signs.values()]),
+                        ("Of the {} of k-NN and probe, {} do", features)):
+        assert text.format(len(found), sum(map(abs, found))) in " ".join(README.split())
 
 
 def test_the_weights_of_a_row_are_drawn_after_each_epoch(tmp_path, capsys, few_images):
