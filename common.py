@@ -1,18 +1,10 @@
-"""What the stages share: errors, flags, processes and precision, the schedule, the optimizer."""
+"""What the stages share: errors, flags, processes and precision, learning rate and optimizer."""
 
 import argparse
 import contextlib
-import dataclasses
-import difflib
-import fcntl
-import hashlib
 import inspect
 import math
-import multiprocessing
 import os
-import re
-import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -22,69 +14,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint import LoadError
-
-# Flags that may differ when a run resumes. They say where it finds its files, how fast it works
-# or how long, but not what it computes; --amp is among them because another precision can save a
-# run whose numbers overflow. What --data, --teacher and CHECKPOINT contain must not change, and
-# `Run` compares that.
-FREE_FLAGS = {"data", "teacher", "checkpoint", "out", "workers", "micro_batch", "compile",
-              "recompute", "amp", "save_every", "save_minutes", "max_steps"}
-# what a flag of one stage is called in another
-SYNONYMS = (("epochs", "iterations"), ("iterations", "epochs"), ("image-size", "crop-size"),
-            ("crop-size", "image-size"))
-STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
-
-
 # ------------------------------------------------------------------------------- errors
 
 class UserError(Exception):
-    """An error that the user can mend. It is printed as one line, and the exit code is 2."""
-
-
-class ReadError(UserError):
-    """An image or annotation that cannot be read."""
+    """An error that the user can mend: it is printed as one line, and the exit code is 2."""
 
 
 def launch(main, args: argparse.Namespace):
-    """Calls `main(args)` as a program: an error that the user can mend is one line, exit code 2."""
-    script = Path(sys.argv[0]).name
+    """Calls `main(args)` as a program."""
     try:
         main(args)
-        leave_group()
-    except (UserError, LoadError, OSError) as error:
-        if first_to_say(str(error)):
-            print(f"{script}: error: {error}", file=sys.stderr)
+    except UserError as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print(f"\n{script}: stopped", file=sys.stderr)
-        sys.exit(130)
-    finally:
-        # Loader processes ignore SIGTERM (see data.ignore_signals), which is what multiprocessing
-        # would send them at exit before it waits for them: so they are killed. PyTorch's handler
-        # of SIGCHLD would raise an error for each.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for process in multiprocessing.active_children():
-            process.kill()
-
-
-def first_to_say(message: str) -> bool:
-    """Whether no other process of this machine has said this before.
-
-    Another machine says it again, because its files may be other ones.
-    """
-    if not dist.is_initialized():
-        return os.environ.get("LOCAL_RANK", "0") == "0"
-    with contextlib.suppress(Exception):      # without the first process, nobody keeps count
-        store = dist.distributed_c10d._get_default_store()
-        # two words, because number 11 of the name node1 is not number 1 of the name node11
-        machine = socket.gethostname(), os.environ.get("GROUP_RANK")
-        return store.add(f"{machine}: {message}", 1) == 1
-    return True
-
-
-def leave_group():
-    """Leaves the process group, together with all other processes."""
     if dist.is_initialized():
         # a process that leaves while another is still in its last all-reduce can block that one
         dist.barrier()
@@ -92,6 +34,24 @@ def leave_group():
 
 
 # -------------------------------------------------------------------------------- flags
+
+def checked(kind: type, valid, words: str):
+    """An argparse type: numbers of this kind for which `valid` holds, which `words` describe."""
+    def convert(text: str) -> int | float:
+        value = kind(text)
+        if not valid(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {words}")
+        return value
+    convert.__name__ = kind.__name__      # in argparse's message about what is no number
+    return convert
+
+
+positive_int = checked(int, lambda x: x > 0, "above 0")
+non_negative_int = checked(int, lambda x: x >= 0, "0 or above")
+positive = checked(float, lambda x: 0 < x < math.inf, "above 0")
+non_negative = checked(float, lambda x: 0 <= x < math.inf, "0 or above")
+fraction = checked(float, lambda x: 0 <= x < 1, "in [0, 1)")
+
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter,
                     argparse.RawDescriptionHelpFormatter):
@@ -101,88 +61,48 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter,
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-def number(kind: type, interval: str):
-    """An argparse type for numbers in an interval: number(float, "[0, 1)") takes 0, but not 1."""
-    low, high = map(float, interval[1:-1].split(","))
-
-    def convert(text: str) -> int | float:
-        value = kind(text)
-        ends = [end for end, closed in ((low, "["), (high, "]")) if closed in interval]
-        if not low < value < high and value not in ends:      # NaN is in no interval
-            raise argparse.ArgumentTypeError(f"{value} is outside {interval}")
-        return value
-    convert.__name__ = kind.__name__      # in argparse's message about what is no number
-    return convert
-
-
-positive_int = number(int, "[1, inf)")
-non_negative_int = number(int, "[0, inf)")
-non_negative = number(float, "[0, inf)")
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what an unknown flag is called here, and says it once on each machine."""
-
-    def error(self, message: str):
-        if os.environ.get("LOCAL_RANK", "0") != "0":      # all processes have the same flags
-            sys.exit(2)
-        for word in re.findall(r"(--[\w-]+)", message) if "unrecognized" in message else ():
-            if known := self.known_as(word):
-                message += f"; {word} is {known} here"
-        super().error(message)
-
-    def known_as(self, flag: str) -> str | None:
-        """This parser's flag for what others call `flag`."""
-        flag = flag.replace("_", "-")
-        names = [flag] + [flag.replace(a, b) for a, b in SYNONYMS]
-        close = difflib.get_close_matches(flag, self._option_string_actions, 1, cutoff=0.8)
-        return next((name for name in names + close if name in self._option_string_actions), None)
-
-
 def make_parser(doc: str, arguments: str = "") -> argparse.ArgumentParser:
     """A parser with the flags that every stage has. `arguments` are in its line of usage."""
-    parser = Parser(description=doc, formatter_class=HelpFormatter, allow_abbrev=False,
-                    usage=f"%(prog)s {arguments}[FLAG ...]; --help explains the flags")
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=HelpFormatter, allow_abbrev=False,
+        usage=f"%(prog)s {arguments}[FLAG ...]; --help explains the flags")
     group = parser.add_argument_group("input and machine")
     group.add_argument(
         "--data", metavar="FOLDER", default=os.environ.get("IMAGENET", "data/imagenet"),
         help="a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (segment.py: in ADE20K's "
-             "layout; pretrain.py and routing.py: any folder of images, or one image); or cifar10 "
-             "or food101, which are downloaded to data/; or shapes or shapes-noise, which are "
-             "drawn on the fly. $IMAGENET, if set, is the default")
-    group.add_argument(
-        "--workers", type=non_negative_int,
-        help="loader processes of each training process (default: its share of the cores, at "
-             "most 16)")
+             "layout; pretrain.py and routing.py: any folder of images); or cifar10 or food101 "
+             "in data/; or shapes or shapes-noise, which are drawn on the fly. $IMAGENET, if set, "
+             "is the default")
+    group.add_argument("--workers", type=non_negative_int, default=min(16, count_cores()),
+                       help="loader processes of each training process")
     group.add_argument(
         "--amp", choices=("fp16", "bf16", "off"), default="fp16",
         help="precision of matrix products. Without a GPU, fp16 means float32, and bf16 is slow "
              "on processors that have no instructions for it")
+    group.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available(),
+        help="use torch.compile, which starts slower and then takes faster steps")
+    group.add_argument("--seed", type=non_negative_int, default=42,
+                       help="seed of all random numbers")
     return parser
 
 
-def add_run_flags(parser: argparse.ArgumentParser, *, batch_size: int, lr: float, min_lr: float,
-                  weight_decay: float, clip_grad: float):
+def count_cores() -> int:
+    """This process's share of the cores that it may use, at least one."""
+    linux = hasattr(os, "sched_getaffinity")      # macOS cannot say which ones
+    cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def add_train_flags(parser: argparse.ArgumentParser, stage: str, *, batch_size: int, lr: float,
+                    min_lr: float, weight_decay: float, clip_grad: float):
     """The flags of every stage that trains."""
+    parser.set_defaults(stage=stage)
     group = parser.add_argument_group("run")
-    group.add_argument(
-        "--out", metavar="FOLDER",
-        help="folder of the run (default: runs/NAME, where NAME has the flags that differ from "
-             "their defaults)")
-    group.add_argument("--seed", type=number(int, "[0, 4294967296)"), default=42,
-                       help="seed of all random numbers")
-    group.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction,
-        help="use torch.compile, which starts slower and then takes faster steps (default: on a "
-             "GPU)")
-    group.add_argument(
-        "--save-minutes", type=non_negative, default=30.0,
-        help="also write last.pt whenever it is so many minutes old; 0 for never")
+    group.add_argument("--out", metavar="FOLDER", default=f"runs/{stage}",
+                       help="folder of the run; the same command resumes it")
     group.add_argument("--max-steps", type=positive_int,
                        help="stop after this step; the same command without it resumes")
-    group.add_argument(
-        "--repeat-batch", action="store_true",
-        help="train on the first batch again and again, which measures a step without the loader")
 
     group = parser.add_argument_group("optimization with AdamW")
     group.add_argument("--batch-size", type=positive_int, default=batch_size,
@@ -201,63 +121,37 @@ def add_run_flags(parser: argparse.ArgumentParser, *, batch_size: int, lr: float
                        help="largest norm of the gradient; 0 for no clipping")
 
 
-def add_epoch_flags(parser: argparse.ArgumentParser, *, epochs: int, warmup: int):
-    """The length of a run that counts in epochs. A run of another length than `epochs` keeps the
-    share of the warm-up: `warmup` of `epochs`.
-    """
-    parser.set_defaults(warmup_share=warmup / epochs)
+def add_length_flags(parser: argparse.ArgumentParser, unit: str, *, length: int, warmup: int,
+                     save_every: int):
+    """The length of a run in `unit`, which is "epochs" or "iterations"."""
     group = parser.add_argument_group("length")
-    group.add_argument("--epochs", type=positive_int, default=epochs, help="length of the run")
-    group.add_argument(
-        "--warmup-epochs", type=non_negative,
-        help=f"epochs of linear warm-up (default: {warmup}/{epochs} of --epochs)")
-    group.add_argument("--save-every", type=positive_int, default=10,
-                       help="epochs between evaluations and kept checkpoints")
+    group.add_argument(f"--{unit}", type=positive_int, default=length, help="length of the run")
+    group.add_argument(f"--warmup-{unit}", type=non_negative_int, default=warmup,
+                       help=f"{unit} of linear warm-up")
+    group.add_argument("--save-every", type=positive_int, default=save_every,
+                       help=f"{unit} between evaluations and kept checkpoints")
 
 
-def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None, stage: str
-              ) -> argparse.Namespace:
-    """Parses the flags of a stage that trains, names its run's folder after them, and sets a
-    warm-up that is not given to its share of the run.
-    """
-    args = parser.parse_args(argv, argparse.Namespace(stage=stage))
-    share = vars(args).pop("warmup_share")
-    if not args.out:
-        args.out = f"runs/{name_run(parser, args)}"
-    for name, length in (("warmup_epochs", "epochs"), ("warmup_iterations", "iterations")):
-        if hasattr(args, name) and getattr(args, name) is None:
-            setattr(args, name, getattr(args, length) * share)
+def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Parses the flags of a stage that trains. Refuses a warm-up that is as long as the run."""
+    args = parser.parse_args(argv)
+    unit = "epochs" if hasattr(args, "epochs") else "iterations"
+    length = getattr(args, unit)
+    warmup = getattr(args, f"warmup_{unit}")
+    if warmup >= length:
+        parser.error(f"--warmup-{unit} {warmup} is not below --{unit} {length}")
     return args
 
 
-def name_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
-    """A folder's name: the stage, and the flags that are not at their defaults."""
-    # of the flags that may change when a run resumes, these say what the run is
-    named = (vars(args).keys() - FREE_FLAGS - {"stage"}) | {"teacher", "checkpoint", "data"}
-    words = [args.stage]
-    for name in sorted(named & vars(args).keys()):
-        value = getattr(args, name)
-        if value != parser.get_default(name):
-            if name == "data" and os.sep in value:      # other folders may have the same name
-                digest = hashlib.sha256(os.fsencode(os.path.abspath(value))).hexdigest()[:6]
-                value = f"{Path(value).name}-{digest}"
-            value = "+".join(map(str, value)) if isinstance(value, list) else value
-            words.append(f"{name}={value}")
-    name = re.sub(r"[^\w.=+-]+", "-", "_".join(words))
-    if len(os.fsencode(name)) > 200:      # file systems take 255 bytes
-        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:8]
-        name = f"{os.fsencode(name)[:190].decode(errors='ignore')}-{digest}"
-    return name
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def plain(text: str) -> str:
+    """The text as matplotlib shows it as it is: what stands between two $ would be mathematics."""
+    return text.replace("$", r"\$")
 
 
 # ------------------------------------------------------------------------------ process
 
 class Process:
-    """This process: its rank among all processes, its device, its precision, its loaders."""
+    """This process: its rank among all processes, its device and its precision."""
 
     def __init__(self, args: argparse.Namespace):
         self.rank = int(os.environ.get("RANK", 0))
@@ -268,23 +162,17 @@ class Process:
         if cuda:
             torch.cuda.set_device(self.device)
         if self.world > 1 and not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+            dist.init_process_group("nccl" if cuda else "gloo")
 
         amp = args.amp if cuda or args.amp != "fp16" else "off"
         self.amp = {"fp16": torch.float16, "bf16": torch.bfloat16, "off": None}[amp]
-        self.scaler = torch.amp.GradScaler(self.device.type,
-                                           init_scale=2.0 ** 16 if amp == "fp16" else 1.0)
-        if amp != "fp16":      # the scale stays 1: all it does is to skip non-finite updates
+        # outside fp16, the scale stays 1: all that the scaler does is to skip non-finite updates
+        fp16 = amp == "fp16"
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, init_scale=2.0 ** 16 if fp16 else 1.0)
+        if not fp16:
             self.scaler.set_growth_factor(1.0)
             self.scaler.set_backoff_factor(1.0)
-
-        # the cores that this process may use; macOS cannot say, so there it is all of them
-        linux = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count()
-        share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        self.workers = min(16, share) if args.workers is None else args.workers
-        compiles = getattr(args, "compile", False)      # routing.py has no such flag
-        self.compile = cuda if compiles is None else compiles
 
     def autocast(self):
         return torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None)
@@ -295,40 +183,11 @@ class Process:
             dist.all_reduce(values)
         return values
 
-    def largest(self, *values: float) -> list[float]:
-        """The maximum of each value over all processes, on the CPU: no GPU is waited for."""
-        values = torch.tensor(values)
-        if self.world > 1:
-            dist.all_reduce(values, dist.ReduceOp.MAX)
-        return values.tolist()
-
-    def first_alone(self, function, *args):
-        """Calls a function in the first process alone. If it raises a UserError there, all
-        processes raise it.
-        """
-        said = [None]
-        if self.rank == 0:
-            try:
-                function(*args)
-            except UserError as error:
-                said = [str(error)]
-        if self.world > 1:
-            dist.broadcast_object_list(said, 0, device=torch.device("cpu"))
-        if said[0]:
-            raise UserError(said[0])
-
-    def share_buffers(self, model: nn.Module):
-        """Gives all processes the first one's BatchNorm statistics, so that they evaluate the
-        same model.
-        """
-        for buffer in model.buffers() if self.world > 1 else ():
-            dist.broadcast(buffer, 0)
-
     def parallel(self, model: nn.Module) -> nn.Module:
         if self.world == 1:
             return model
-        # Not in each forward pass: see `share_buffers`. In PyTorch 2.14, the argument for it has
-        # another name, and the old one prints a warning in each process.
+        # Buffers, such as batch normalization's, are not exchanged in each forward pass. In PyTorch
+        # 2.14, the argument for it has another name, and the old one prints a warning.
         names = inspect.signature(DistributedDataParallel).parameters
         sync = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
         return DistributedDataParallel(model, gradient_as_bucket_view=True, **{sync: False})
@@ -345,79 +204,42 @@ def seed_torch(*key: int):
     a step: drop path, Expert Dropout, dropout and mixup.
     """
     state = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
-    torch.manual_seed(int(state) >> 1)      # any 63 bits would do; these are those of all runs
-
-
-def lock(folder: Path, wait: bool = False) -> contextlib.ExitStack:
-    """Makes a folder and locks it for one process, until the stack is closed.
-
-    Another process that holds it is waited for, or raises UserError.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    held = contextlib.ExitStack()
-    try:
-        file = held.enter_context((folder / ".lock").open("w"))
-        fcntl.lockf(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"another run is using {folder}: wait, or give another --out") from None
-    except OSError:      # a read-only folder, or a disk that has no locks: go on without one
-        pass
-    return held
+    torch.manual_seed(int(state) >> 1)      # manual_seed takes 63 bits
 
 
 # ------------------------------------------------------------------------- optimization
 
-@dataclasses.dataclass
-class Plan:
-    """How a run divides its images into steps, and the learning rate of each step."""
-    micro_batch: int      # images of one forward pass of one process
-    micro_steps: int      # forward passes of one process in a step
-    epoch_steps: int      # an incomplete last batch is left out
-    steps: int            # of the whole run
-    warmup: int           # steps
-    save_steps: int       # between evaluations and kept checkpoints
-    lr: float             # at the end of the warm-up
-    min_lr: float         # at the last step
-    decay: str            # from lr to min_lr: "cosine" or "linear"
+def divide(args: argparse.Namespace, world: int, images: int) -> tuple[int, int]:
+    """How `world` processes divide a set of images -> (micro_steps, epoch_steps)
 
-    def learning_rate(self, step: int) -> float:
-        """The rate rises linearly until step warmup - 1, and then falls until the last step."""
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        progress = (step + 1 - self.warmup) / (self.steps - self.warmup)      # 0 to 1
-        if self.decay == "linear":
-            return self.lr + (self.min_lr - self.lr) * progress
-        return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def make_plan(args: argparse.Namespace, world: int, images: int, *, unit: str = "epochs",
-              decay: str = "cosine") -> Plan:
-    """The plan of a run of `world` processes that counts in "epochs" or "iterations".
-
-    Raises UserError if the numbers do not fit together.
+    micro_steps is the number of forward passes of a process in each step, and epoch_steps the
+    number of steps in an epoch, of which an incomplete last one is left out. Raises UserError.
     """
+    share = args.batch_size // world      # of one process
     if args.batch_size % world:
-        raise UserError(f"--batch-size {args.batch_size} is not a multiple of the {world} "
-                        "processes")
-    if images < args.batch_size:
-        raise UserError(f"--batch-size {args.batch_size}: {args.data} has only {images} "
-                        "training images")
-    share = args.batch_size // world
+        raise UserError(f"--batch-size {args.batch_size} is not a multiple of {world} processes")
     micro_batch = args.micro_batch or max(
         n for n in range(1, min(share, 256) + 1) if share % n == 0)
     if share % micro_batch:
         raise UserError(f"--micro-batch {micro_batch} does not divide {share}, each process's "
                         f"share of --batch-size {args.batch_size}")
-    epoch_steps = images // args.batch_size
-    unit_steps = epoch_steps if unit == "epochs" else 1
-    length = getattr(args, unit)
-    warmup = getattr(args, f"warmup_{unit}")
-    if warmup >= length:
-        raise UserError(f"--warmup-{unit} {warmup:g} leaves nothing of --{unit} {length}")
-    return Plan(micro_batch=micro_batch, micro_steps=share // micro_batch,
-                epoch_steps=epoch_steps, steps=length * unit_steps,
-                warmup=round(warmup * unit_steps), save_steps=args.save_every * unit_steps,
-                lr=args.lr, min_lr=args.min_lr, decay=decay)
+    if images < args.batch_size:
+        raise UserError(f"--batch-size {args.batch_size}: {args.data} has only {images} "
+                        "training images")
+    return share // micro_batch, images // args.batch_size
+
+
+def learning_rate(step: int, steps: int, warmup: int, lr: float, min_lr: float,
+                  decay: str = "cosine") -> float:
+    """The rate of a step: it rises linearly to `lr` at the end of the warm-up, and then falls to
+    `min_lr` at the last step, along a "cosine" or "linear".
+    """
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    progress = (step + 1 - warmup) / (steps - warmup)      # 0 to 1
+    if decay == "linear":
+        return lr + (min_lr - lr) * progress
+    return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def adamw(model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float],
@@ -447,12 +269,18 @@ def optimizer_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScale
                    clip_grad: float) -> dict[str, Tensor]:
     """Clips the gradients, updates the parameters and clears the gradients -> metrics.
 
-    Where a gradient is not finite, the scaler tells fused AdamW to skip the update; that and the
-    metrics stay on the device, so the host does not wait for it.
+    Where the norm of all gradients is not finite, the scaler tells fused AdamW to skip the update;
+    that and the metrics stay on the device, so the host does not wait for it.
     """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]
+                  if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    # The norm of finite gradients can be infinite. 0 * inf is NaN, which the scaler will notice.
+    parameters[0].grad += 0 * norm
     scaler.unscale_(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = nn.utils.clip_grad_norm_(parameters, clip_grad or math.inf)
+    norm = norm / scaler.scale(torch.ones_like(norm))
+    if clip_grad:
+        nn.utils.clip_grads_with_norm_(parameters, clip_grad, norm)
     scaler.step(optimizer)
     scaler.update()
     # DDP's gradients are views of its buckets, and None would separate them

@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,50 +18,136 @@ import torchvision
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torchvision.datasets import CIFAR10, DatasetFolder, Food101
+from torchvision.datasets import CIFAR10, Food101
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import functional as TF
 from tqdm import tqdm
 
-from common import STOP_SIGNALS, Process, ReadError, UserError, lock
-from model import IMAGENET_MEAN, IMAGENET_STD
+from common import Process, UserError
+from model import IMAGENET_MEAN, IMAGENET_STD, count_masked
 from shapes import Shapes
 
 BICUBIC = TF.InterpolationMode.BICUBIC
 DRAWN = ("shapes", "shapes-noise")
-DOWNLOADED = ("cifar10", "food101")
-ALTERNATIVES = ("; the default of --data is $IMAGENET, else data/imagenet; it also takes cifar10, "
-                "food101 and shapes; pretrain.py and routing.py take any folder of images, and sh "
-                "demo.sh needs none")
+DOWNLOADED = {"cifar10": "CIFAR10", "food101": "Food101"}      # torchvision's names
 
 
 # ------------------------------------------------------------------------------- images
 
 def read_image(path: str | os.PathLike) -> Tensor:
-    """Reads an image file as RGB, uint8 [3, H, W]: the pixels that Pillow gives.
-
-    An orientation in the file is applied, and transparency becomes white. Raises ReadError.
-    """
+    """Reads an image file as RGB, uint8 [3, H, W], upright. Raises UserError."""
     # torchvision decodes most JPEGs to the same pixels in less time; Pillow reads what it cannot
     with contextlib.suppress(Exception):
-        jpeg = torchvision.io.read_file(str(path))
-        # XMP may hold the orientation instead of EXIF, and torchvision does not look there
-        if b"http://ns.adobe.com/xap/1.0/" not in jpeg.numpy().tobytes():
-            return torchvision.io.decode_jpeg(jpeg, torchvision.io.ImageReadMode.RGB,
-                                              apply_exif_orientation=True)
+        return torchvision.io.decode_jpeg(
+            torchvision.io.read_file(str(path)), torchvision.io.ImageReadMode.RGB,
+            apply_exif_orientation=True)
     try:
         with Image.open(path) as picture:
             if picture.mode[0] in "IF":      # 16 or 32 bits, which Pillow would turn white
                 raise ValueError(f"mode {picture.mode}, expected 8 bits a channel")
-            picture = ImageOps.exif_transpose(picture)
-            if picture.has_transparency_data:
-                picture = picture.convert("RGBA")
-                picture = Image.alpha_composite(
-                    Image.new("RGBA", picture.size, "white"), picture)
-            return TF.pil_to_tensor(picture.convert("RGB"))
+            return TF.pil_to_tensor(ImageOps.exif_transpose(picture).convert("RGB"))
     except Exception as error:      # Pillow raises many kinds for broken files
-        raise ReadError(f"cannot read the image {path} ({type(error).__name__}: {error})"
-                         ) from error
+        raise UserError(f"cannot read the image {path} ({type(error).__name__}: {error})"
+                        ) from error
+
+
+def first_readable(dataset: Dataset, index: int) -> tuple[int, Tensor, int]:
+    """The image at `index` or, if it cannot be read, the next one -> (index, image, label)
+
+    With this, a broken file does not end a run of days. Raises UserError if all are broken.
+    """
+    for place in range(index, index + len(dataset)):
+        place %= len(dataset)
+        try:
+            return place, *dataset[place]
+        except UserError as error:
+            print_once(f"{error}: the next image takes its place")
+            last = error
+    raise last
+
+
+@functools.cache
+def print_once(line: str):
+    """Prints a line to standard error, once in each process."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def visible(folder: str) -> list[os.DirEntry]:
+    """What is in a folder, sorted by name, without hidden files and folders."""
+    if not os.path.isdir(folder):
+        return []
+    with os.scandir(folder) as entries:
+        return sorted((entry for entry in entries
+                       if entry.name[0] != "." and entry.name != "__MACOSX"),
+                      key=lambda entry: entry.name)
+
+
+def list_images(folder: str, above: tuple[str, ...] = ()) -> list[str]:
+    """The paths of the images in a folder, and then those in the folders inside it.
+
+    `above` are the folders around it. Links are followed, but never to a folder around them.
+    """
+    here = os.path.realpath(folder)
+    if any(os.path.commonpath([here, other]) == here for other in above):
+        return []
+    entries = visible(folder)
+    paths = [entry.path for entry in entries
+             if entry.name.lower().endswith(IMG_EXTENSIONS) and not entry.is_dir()]
+    for entry in entries:
+        if entry.is_dir():
+            paths += list_images(entry.path, (*above, here))
+    return paths
+
+
+class Photos(Dataset):
+    """Images without labels: one file, or all in a folder and in the folders inside it.
+
+    Their label is 0; with `classes`, which are folders in `root`, it is their place in that list.
+    Raises UserError with the text `missing` where there is no image.
+    """
+
+    def __init__(self, root: str, missing: str, classes: list[str] | None = None):
+        if os.path.isfile(root):
+            found = [[root]]
+        elif classes is None:
+            found = [list_images(root)]
+        else:
+            above = (os.path.realpath(root),)
+            found = [list_images(os.path.join(root, name), above) for name in classes]
+        if not any(found):
+            raise UserError(missing)
+        # Forked loaders share arrays. Of lists, each loader would soon have its own copy, because
+        # to read a Python object is to count a reference in it.
+        self.paths = np.array([os.fsencode(path) for paths in found for path in paths], dtype="S")
+        self.labels = np.repeat(np.arange(len(found)), [len(paths) for paths in found])
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return read_image(self.path(index)), int(self.labels[index])
+
+    def path(self, index: int) -> str:
+        return os.fsdecode(self.paths[index])
+
+
+class Folder(Photos):
+    """ImageNet's layout, ROOT/{train,val}/CLASS/*.jpg, with the classes of train/.
+
+    Raises UserError.
+    """
+
+    def __init__(self, root: str, split: str):
+        train, folder = os.path.join(root, "train"), os.path.join(root, split)
+        self.classes = [entry.name for entry in visible(train) if entry.is_dir()]
+        for entry in visible(folder):
+            if entry.is_dir() and entry.name not in self.classes:
+                raise UserError(f"--data {root}: the class {entry.path} is not in {train}")
+        super().__init__(folder, f"--data {root}: no image in {folder}/CLASS/", self.classes)
+        seen = len(np.unique(self.labels))
+        if seen < max(2, len(self.classes)) and os.environ.get("RANK", "0") == "0":
+            print_once(f"--data {root}: {folder} has images of {seen} of {len(self.classes)} "
+                       "classes")
 
 
 class Food(Food101):
@@ -72,119 +157,28 @@ class Food(Food101):
         return read_image(self._image_files[index]), self._labels[index]
 
 
-class Folder(DatasetFolder):
-    """ImageNet's layout, ROOT/{train,val}/CLASS/*.jpg, with the classes of train/."""
-
-    def __init__(self, root: str, split: str):
-        folder = os.path.join(root, split)
-        try:
-            super().__init__(folder, read_image, IMG_EXTENSIONS, allow_empty=True)
-        except OSError as error:
-            problem = str(error).rstrip(".")      # of torchvision, or of find_classes
-            raise UserError(f"--data {root}: {problem}; expected {folder}/CLASS/*.jpg, with a "
-                            f"folder for each class{ALTERNATIVES}") from error
-
-    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
-        root = os.path.dirname(directory)
-        classes, indices = super().find_classes(os.path.join(root, "train"))
-        if unexpected := set(super().find_classes(directory)[0]) - set(classes):
-            raise FileNotFoundError(f"class {min(unexpected)!r} of {directory} is not among "
-                                    "those of train/")
-        return classes, indices
-
-
-class Photos(Dataset):
-    """Images without labels: one file, or all in a folder and in the folders inside it.
-
-    They are sorted as `Folder` sorts them. Hidden files and folders are left out. Their label
-    is 0. Raises UserError, with the text `missing` if it is given, where there is no image.
-    """
-
-    def __init__(self, root: str, missing: str | None = None):
-        self.paths = [root] if is_image(root) and os.path.isfile(root) else []
-        for folder, folders, files in os.walk(root, followlinks=True):
-            folders[:] = sorted(name for name in folders if name[0] != ".")      # visited next
-            self.paths += [os.path.join(folder, name) for name in sorted(files) if is_image(name)]
-        if not self.paths:
-            raise UserError(missing or f"no such file or folder, or no image in it: {root}; "
-                            f"expected files that end in {', '.join(IMG_EXTENSIONS)}")
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return read_image(self.paths[index]), 0
-
-
-def is_image(path: str) -> bool:
-    name = os.path.basename(path)
-    return name.lower().endswith(IMG_EXTENSIONS) and name[0] != "."
-
-
-def torchvision_set(name: str, split: str) -> CIFAR10 | Food101:
-    """CIFAR-10 or Food-101, which torchvision downloads to data/."""
-    try:
-        with lock(Path("data"), wait=True):      # one process at a time, on all machines
-            if name == "cifar10":
-                return CIFAR10("data", split == "train", TF.pil_to_tensor, download=True)
-            return Food("data", "train" if split == "train" else "test", download=True)
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"--data {name}: torchvision could not download it ({error}); "
-                        "give a folder of images instead") from error
-
-
 def open_images(data: str, split: str, image_size: int, labels: bool = True) -> Dataset:
     """The set that `--data` names, of `split` "train" or "val". Raises UserError.
 
     Without `labels`, any folder of images will do.
     """
-    missing = (f"--data {data}: no such file or folder, or no image for {split!r} in it; expected "
-               f"files that end in {', '.join(IMG_EXTENSIONS)}{ALTERNATIVES}")
     if data in DRAWN:
-        dataset = Shapes(split, image_size, noise=data == "shapes-noise")
-    elif data in DOWNLOADED:
-        dataset = torchvision_set(data, split)
-    elif labels:
-        dataset = Folder(data, split)
-    else:      # all images or, if there is a folder named like the split, those in it
-        folder = os.path.join(data, split)
-        whole = not os.path.isdir(folder)
-        dataset = Photos(data if whole else folder, missing)
-        # a glance beside the folder: to walk through all of ImageNet would take long
-        beside = [] if whole else sorted(
-            name for name in os.listdir(data) if name not in ("train", "val", "test")
-            and name[0] != "." and (is_image(name) or os.path.isdir(os.path.join(data, name))))
-        if beside and os.environ.get("RANK", "0") == "0":
-            print_once(f"--data {data}: the images are the {len(dataset)} in {folder}; others, "
-                       f"such as {beside[0]}, are left out")
-    if labels and not hasattr(dataset, "classes"):
-        raise UserError(f"--data {data} has no labels, and this needs some")
-    if not len(dataset):
-        raise UserError(missing)
-    return dataset
-
-
-def first_readable(dataset: Dataset, index: int) -> tuple[int, Tensor, int]:
-    """The image at `index` or, if it cannot be read, the next one -> (index, image, label)
-
-    With this, one broken file does not end a run of days. Raises ReadError after 50 in a row,
-    because then the disk or the whole folder is more likely to be broken than single files.
-    """
-    for _ in range(50):
+        return Shapes(split, image_size, noise=data == "shapes-noise")
+    if data in DOWNLOADED:
         try:
-            image, label = dataset[index]
-            return index, image, label
-        except ReadError as error:
-            print_once(f"{error}: the next image takes its place")
-            index = (index + 1) % len(dataset)
-            last = error
-    raise ReadError(f"50 images in a row cannot be read; the last one: {last}")
-
-
-@functools.cache
-def print_once(line: str):
-    """Prints a line to standard error, once in each process."""
-    print(line, file=sys.stderr, flush=True)
+            if data == "cifar10":
+                return CIFAR10("data", split == "train", TF.pil_to_tensor)
+            return Food("data", "train" if split == "train" else "test")
+        except RuntimeError as error:
+            raise UserError(
+                f"--data {data} is not in data/, and this downloads it: python -c \"import "
+                f"torchvision; torchvision.datasets.{DOWNLOADED[data]}('data', download=True)\""
+            ) from error
+    if labels:
+        return Folder(data, split)
+    folder = os.path.join(data, split)
+    folder = folder if os.path.isdir(folder) else data
+    return Photos(folder, f"--data {data}: no image in {folder}")
 
 
 # ------------------------------------------------------------------- views of one image
@@ -217,12 +211,12 @@ def center_view(image: Tensor, size: int) -> Tensor:
 
 
 def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
-    """BEiT's block masking: bool [grid * grid], True for int(ratio * grid * grid) masked patches.
+    """BEiT's block masking: bool [grid * grid], True for exactly count_masked(grid, ratio) patches.
 
     Blocks have at least 16 patches of a 14 x 14 grid, in proportion on smaller ones, and their
     aspect is log-uniform in 0.3 to 1/0.3. Where no more blocks fit, single patches fill up.
     """
-    missing = int(ratio * grid ** 2)
+    missing = count_masked(grid, ratio)
     smallest = max(1, round(16 * min(1, grid ** 2 / 14 ** 2)))
     mask = np.zeros((grid, grid), dtype=bool)
     failures = 0
@@ -308,39 +302,45 @@ def train_order(count: int, batch_size: int, micro_batch: int, seed: int, first:
             yield [(epoch, int(index)) for index in micro]
 
 
-def load(views: Dataset, order, process: Process):
+def load(views: Dataset, order, process: Process, workers: int):
     """Yields `order`'s batches of `views` on the device of `process`."""
-    # a forked process need not import anything again; other systems cannot fork safely
-    fork = "fork" if process.workers and sys.platform == "linux" else None
     # the loader draws a seed when it starts: from a generator of its own, because drawing from the
     # global one would change the drop path of the step
     loader = DataLoader(
-        views, batch_sampler=order, num_workers=process.workers, worker_init_fn=ignore_signals,
-        multiprocessing_context=fork, pin_memory=process.device.type == "cuda",
-        generator=torch.Generator())
+        views, batch_sampler=order, num_workers=workers, worker_init_fn=shield,
+        pin_memory=process.device.type == "cuda", generator=torch.Generator())
     try:
         for batch in loader:
             yield {name: value.to(process.device, non_blocking=True)
                    for name, value in batch.items()}
-    except ReadError as error:      # the message of a loader's error begins with its traceback
-        raise ReadError(str(error).split("ReadError: ")[-1].strip()) from None
+    except UserError as error:      # the message of a loader's error begins with its traceback
+        raise UserError(str(error).split("UserError: ")[-1].strip()) from None
 
 
-def eval_batches(views: Dataset, batch_size: int, process: Process, what: str = "val"):
+def train_batches(views: Dataset, args, process: Process, micro_steps: int, first: int,
+                  last: int):
+    """Yields this process's micro-batches of the steps from `first` to before `last`."""
+    micro_batch = args.batch_size // (process.world * micro_steps)
+    order = train_order(len(views), args.batch_size, micro_batch, args.seed, first, last,
+                        process.rank, process.world)
+    return load(views, order, process, args.workers)
+
+
+def eval_batches(views: Dataset, batch_size: int, args, process: Process, what: str = "val"):
     """Yields this process's batches of `views`, in order: every w-th batch of w processes."""
     batches = torch.arange(len(views)).split(batch_size)[process.rank::process.world]
     order = tqdm([batch.tolist() for batch in batches], what, leave=False,
                  disable=process.rank > 0)
-    return load(views, order, process)
+    return load(views, order, process, args.workers)
 
 
-def ignore_signals(worker: int):
-    """Makes a loader ignore the signals that schedulers send to all processes of a run.
+def shield(worker: int):
+    """Keeps the signals from a loader that a run gets, which needs its loaders until it has saved.
 
-    The training process needs its loaders to finish the step.
+    Terminals and torchrun send them to the group of processes, and Slurm sends SIGUSR1 to all.
     """
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    os.setpgrp()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 # --------------------------------------------------------------- on the training device

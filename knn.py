@@ -1,12 +1,13 @@
 """k-NN accuracy of frozen encoders on val/, with train/ as the bank: nothing is trained.
 
-    python knn.py runs/NAME/epoch_0300.pt
-    torchrun --nproc_per_node 4 knn.py runs/NAME/epoch_*.pt      # several; also names the best
+    python knn.py runs/pretrain/epoch_0300.pt
+    torchrun --nproc_per_node 4 knn.py runs/pretrain/epoch_*.pt ViT-B-16/openai
 
-Each result is appended to knn.jsonl as one line. What most runs change: --data, -k, --out.
+Each result is a line of knn.jsonl, which is appended. With several encoders, the best is named.
 """
 
 import argparse
+import functools
 import json
 from pathlib import Path
 
@@ -16,41 +17,40 @@ from torch import Tensor
 
 import common
 import data
-from checkpoint import load_checkpoint, load_encoder
-from common import number, positive_int
-from model import ViT
+from checkpoint import load_checkpoint
+from common import UserError, positive, positive_int
+from teacher import Teacher, build_teacher
 
 
-def parse_args(argv: list[str] | None = None):
-    parser = common.make_parser(__doc__, "CHECKPOINT [CHECKPOINT ...] ")
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = common.make_parser(__doc__, "ENCODER [ENCODER ...] ")
     group = parser.add_argument_group("k-NN")
-    group.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT",
-                       help="of ExPLoRe, of the authors' release, or with timm's names")
+    group.add_argument("encoders", nargs="+", metavar="ENCODER",
+                       help="a checkpoint file, open_clip's MODEL/PRETRAINED, or timm/NAME")
     group.add_argument("-k", type=positive_int, default=20, help="neighbors that vote")
-    group.add_argument("--temperature", type=number(float, "(0, inf)"), default=0.07, metavar="T",
+    group.add_argument("--temperature", type=positive, default=0.07, metavar="T",
                        help="a neighbor's vote weighs exp(cosine / T)")
     group.add_argument("--batch-size", type=positive_int, default=256,
                        help="images of one forward pass of one process")
-    group.add_argument("--compile", action=argparse.BooleanOptionalAction,
-                       help="use torch.compile (default: on a GPU)")
     group.add_argument("--out", metavar="FOLDER",
-                       help="where knn.jsonl is (default: the folder of the first checkpoint)")
+                       help="where knn.jsonl is (default: the folder of the first encoder if it "
+                            "is a file, else runs/knn)")
     return parser.parse_args(argv)
 
 
 @torch.no_grad()
-def extract(encoder: ViT, views: data.CenterViews, batch_size: int, process: common.Process,
+def extract(encoder: Teacher, views: data.CenterViews, args, process: common.Process,
             what: str) -> tuple[Tensor, Tensor]:
-    """Each view's [CLS] token after the norm, of unit length -> features [M, D], labels [M]
+    """Each view's [CLS] token, of unit length -> features [M, D], labels [M]
 
     Each process computes its share of the batches, and all of them return all rows, in the
     order of the views. `what` names the progress bar.
     """
     features = torch.zeros(len(views), encoder.dim, device=process.device)
     labels = torch.zeros(len(views), dtype=torch.long, device=process.device)
-    for batch in data.eval_batches(views, batch_size, process, what):
+    for batch in data.eval_batches(views, args.batch_size, args, process, what):
         with process.autocast():
-            tokens, _ = encoder(data.normalize(batch["image"] / 255))
+            tokens = encoder(batch["image"] / 255)
         features[batch["index"]] = F.normalize(tokens[:, 0].float(), dim=1)
         labels[batch["index"]] = batch["label"]
     return process.sum(features), process.sum(labels)      # rows of other processes are zero
@@ -74,13 +74,15 @@ def classify(queries: Tensor, bank: Tensor, labels: Tensor, classes: int, k: int
     return torch.cat(predicted)
 
 
-def accuracy(encoder: ViT, train: data.CenterViews, val: data.CenterViews, args,
+def accuracy(name: str, encoder: Teacher, train: data.CenterViews, val: data.CenterViews, args,
              process: common.Process) -> float:
     """-> top-1 accuracy on `val` in percent, by the neighbors in `train`; each process classifies
-    its share.
+    its share. Raises UserError if the encoder, whose name is given, has no finite features.
     """
-    bank, labels = extract(encoder, train, args.batch_size, process, "bank")
-    queries, truth = extract(encoder, val, args.batch_size, process, "val")
+    bank, labels = extract(encoder, train, args, process, "bank")
+    queries, truth = extract(encoder, val, args, process, "val")
+    if not (bank.isfinite().all() and queries.isfinite().all()):
+        raise UserError(f"{name}: its features are not finite with --amp {args.amp}")
     share = slice(process.rank, None, process.world)
     predicted = classify(queries[share], bank, labels, len(train.dataset.classes), args.k,
                          args.temperature)
@@ -89,35 +91,33 @@ def accuracy(encoder: ViT, train: data.CenterViews, val: data.CenterViews, args,
 
 
 def main(args) -> list[float]:
-    """-> top-1 accuracy of each checkpoint, in percent"""
+    """-> top-1 accuracy of each encoder, in percent"""
     process = common.Process(args)
-    out = Path(args.out or Path(args.checkpoints[0]).parent)
-    out.mkdir(parents=True, exist_ok=True)
-    datasets = {}      # by image size: (training, validation)
+    of_file = Path(args.encoders[0]).is_file()
+    out = Path(args.out or (Path(args.encoders[0]).parent if of_file else "runs/knn"))
+
+    @functools.cache      # encoders of one image size share it
+    def views(split: str, image_size: int) -> data.CenterViews:
+        return data.CenterViews(data.open_images(args.data, split, image_size), image_size)
+
     results = {}
-    for path in args.checkpoints:
-        checkpoint = load_checkpoint(path)
-        encoder = load_encoder(checkpoint).to(process.device).eval()
-        size = encoder.config["image_size"]
-        if size not in datasets:
-            datasets[size] = [data.open_images(args.data, split, size)
-                              for split in ("train", "val")]
-        train, val = datasets[size]
+    for name in args.encoders:
+        encoder = build_teacher(name).to(process.device)
+        train, val = (views(split, encoder.image_size) for split in ("train", "val"))
         if args.k > len(train):
-            raise common.UserError(f"-k {args.k}: there are only {len(train)} training images in "
-                                   f"{args.data}")
-        if process.compile:
+            raise UserError(f"-k {args.k}: {args.data} has only {len(train)} training images")
+        if args.compile:
             encoder.compile()
-        results[path] = accuracy(encoder, data.CenterViews(train, size),
-                                 data.CenterViews(val, size), args, process)
+        results[name] = accuracy(name, encoder, train, val, args, process)
         if process.rank == 0:
-            print(f"{results[path]:6.2f}%  {path}", flush=True)
-            row = {"checkpoint": path, "path": str(Path(path).resolve()),
-                   "step": checkpoint.get("step"), "epoch": checkpoint.get("epoch"),
+            file = load_checkpoint(name) if Path(name).is_file() else {}
+            row = {"encoder": name, "step": file.get("step"), "epoch": file.get("epoch"),
                    "data": args.data, "k": args.k, "temperature": args.temperature,
-                   "top1": results[path]}
-            with open(out / "knn.jsonl", "a") as file:      # keeps what other runs write
-                file.write(json.dumps(row) + "\n")
+                   "top1": results[name]}
+            out.mkdir(parents=True, exist_ok=True)
+            with open(out / "knn.jsonl", "a") as log:
+                log.write(json.dumps(row) + "\n")
+            print(f"{results[name]:6.2f}%  {name}", flush=True)
     if process.rank == 0 and len(results) > 1:
         best = max(results, key=results.get)
         print(f"best: {results[best]:.2f}%  {best}")

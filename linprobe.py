@@ -1,35 +1,35 @@
 """Probes on a frozen encoder: a linear layer on [CLS], or Efficient Probing on the patches.
 
     torchrun --nproc_per_node 4 linprobe.py runs/pretrain/epoch_0300.pt
-    python linprobe.py runs/pretrain/epoch_0300.pt --probe ep --data food101
-
-What most runs change: --data, --out, --probe, --epochs, and --batch-size together with --lr.
+    python linprobe.py ViT-B-16/openai --probe ep --data food101
 """
+
+import argparse
 
 import torch
 from torch import Tensor, nn
 
 import common
 import data
-import finetune  # a probe is a classifier whose encoder is frozen, trained in the same loop
-from checkpoint import load_encoder
+import supervised
 from model import init_weights
+from teacher import build_teacher
 
 
-def parse_args(argv: list[str] | None = None):
-    parser = common.make_parser(__doc__, "CHECKPOINT ")
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = common.make_parser(__doc__, "ENCODER ")
     group = parser.add_argument_group("probe")
-    group.add_argument("checkpoint", metavar="CHECKPOINT",
-                       help="of ExPLoRe, of the authors' release, or with timm's names")
+    group.add_argument("encoder", metavar="ENCODER",
+                       help="a checkpoint file, open_clip's MODEL/PRETRAINED, or timm/NAME")
     group.add_argument(
         "--probe", choices=("linear", "ep"), default="linear",
         help="linear: a linear layer on [CLS]; ep: Efficient Probing, with 32 queries on the patch "
              "tokens")
-    common.add_run_flags(parser, batch_size=2048, lr=2e-3, min_lr=0.0, weight_decay=0.0,
-                         clip_grad=0.0)
-    common.add_epoch_flags(parser, epochs=100, warmup=10)
-    finetune.add_supervised_flags(parser)
-    return common.parse_run(parser, argv, "linprobe")
+    common.add_train_flags(parser, "linprobe", batch_size=2048, lr=2e-3, min_lr=0.0,
+                           weight_decay=0.0, clip_grad=0.0)
+    common.add_length_flags(parser, "epochs", length=100, warmup=10, save_every=10)
+    supervised.add_augment_flag(parser)
+    return common.parse_run(parser, argv)
 
 
 class EfficientProbe(nn.Module):
@@ -60,14 +60,16 @@ class EfficientProbe(nn.Module):
 def main(args) -> dict[str, float]:
     """-> top-1 and top-5 accuracy of the best evaluation on val/, in percent"""
     process = common.Process(args)
-    encoder = load_encoder(args.checkpoint).requires_grad_(False)
-    dataset, val = (data.open_images(args.data, split, encoder.config["image_size"])
+    frozen = build_teacher(args.encoder).to(process.device)
+    dataset, val = (data.open_images(args.data, split, frozen.image_size)
                     for split in ("train", "val"))
     common.seed_torch(args.seed)
-    kind = finetune.LinearHead if args.probe == "linear" else EfficientProbe
-    head = kind(encoder.dim, len(dataset.classes))
-    probe = finetune.Classifier(encoder, head).to(process.device)
-    return finetune.fit_classifier(args, process, probe, dataset, val)
+    kind = supervised.LinearHead if args.probe == "linear" else EfficientProbe
+    head = kind(frozen.dim, len(dataset.classes)).to(process.device)
+    if args.compile:
+        frozen.compile()
+    return supervised.fit_classifier(args, process, head, dataset, val, frozen.image_size,
+                                     encoder=args.encoder, features=frozen)
 
 
 if __name__ == "__main__":

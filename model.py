@@ -29,7 +29,6 @@ PRESETS = {
     "vit_large": dict(dim=1024, depth=24, heads=16),
 }
 DECODER = dict(dim=512, depth=8, heads=16)      # App. E
-LOSS_ROUTER_EXPERTS = 2      # for the token loss and, in dense encoding, for the pixel loss
 
 
 # ----------------------------------------------------------------------------- Soft-MoE
@@ -46,7 +45,10 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Computes routing weights from the cosine of each token and each expert's phi (Eq. 4)."""
+    """Routing weights from the cosine of each token and each expert's phi (Eq. 4).
+
+    x [B, T, D] -> weights [B, T, E], in float32 even if x has half precision.
+    """
 
     def __init__(self, dim: int, experts: int):
         super().__init__()
@@ -56,8 +58,7 @@ class Router(nn.Module):
         # it; this bound is that of the authors' code.
         nn.init.uniform_(self.phi, -experts ** -0.5, experts ** -0.5)
 
-    def route(self, x: Tensor) -> Routing:
-        """x [B, T, D] -> weights [B, T, E], in float32 even if x has half precision."""
+    def forward(self, x: Tensor) -> Routing:
         precision = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             x = F.normalize(x.to(precision), dim=-1)
@@ -66,7 +67,7 @@ class Router(nn.Module):
             return Routing(dispatch=logits.softmax(dim=1), combine=logits.softmax(dim=2))
 
 
-class SoftMoE(Router):
+class SoftMoE(nn.Module):
     """A soft mixture of `experts` MLPs, which replaces a block's MLP (Eq. 4, App. G).
 
     Each expert has one slot. `dropout` is the recipe Expert Dropout (ExD): in training, an
@@ -75,8 +76,9 @@ class SoftMoE(Router):
     """
 
     def __init__(self, dim: int, experts: int, hidden: int, dropout: float = 0.0):
-        super().__init__(dim, experts)
+        super().__init__()
         self.dropout = dropout
+        self.router = Router(dim, experts)
         self.w1 = nn.Parameter(torch.empty(experts, dim, hidden))
         self.b1 = nn.Parameter(torch.zeros(experts, hidden))
         self.w2 = nn.Parameter(torch.empty(experts, hidden, dim))
@@ -88,7 +90,7 @@ class SoftMoE(Router):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         """x [B, T, D] -> (y [B, T, D], Routing)"""
-        routing = self.route(x)
+        routing = self.router(x)
         slots = torch.einsum("bte,btd->ebd", routing.dispatch.to(x.dtype), x)      # [E, B, D]
         hidden = F.gelu(torch.baddbmm(self.b1[:, None], slots, self.w1))           # [E, B, H]
         outputs = torch.baddbmm(self.b2[:, None], hidden, self.w2)                 # [E, B, D]
@@ -234,6 +236,11 @@ class ViT(nn.Module):
             states.append(x)
         return self.norm(x), routings
 
+    def compile_blocks(self):
+        """Lets torch.compile compile each block, in place: few graphs serve all of them."""
+        for block in self.blocks:
+            block.compile()
+
     def intermediate(self, images: Tensor, blocks: list[int]) -> list[Tensor]:
         """The patch tokens after each of `blocks`, which are counted from 0, without the norm.
 
@@ -334,7 +341,6 @@ class Prediction(NamedTuple):
     tokens: Tensor                  # [B, T, Dt], [CLS] first; Dt is the teacher's width
     pixels: Tensor | None           # of all patches, [B, N, 3 * patch_size ** 2]
     routing: dict[int, Routing]     # {MoE block: its Routing}
-    loss_routing: Routing | None    # of the loss router
     ids_keep: Tensor | None         # indices [B, V] of the patches in `tokens`; None if all N
 
 
@@ -343,18 +349,14 @@ class Explore(nn.Module):
 
     Sparse encoding processes only the visible patches, as MAE does. Dense encoding processes all
     patches, with a mask token in place of the masked ones, as BEiT does. `mask_ratio` is the share
-    of masked patches. `pixels` adds a pixel decoder of size `decoder`. `loss_router` adds a router
-    on the final tokens. It has no MLPs, and its weights serve the losses alone. The paper leaves
-    such a router for future work.
+    of masked patches. `pixels` adds a pixel decoder of size `decoder`.
     """
 
     def __init__(self, encoder: ViT, teacher_dim: int, mask_ratio: float = 0.4,
-                 dense: bool = False, pixels: bool = False, loss_router: bool = False,
-                 decoder: dict = DECODER):
+                 dense: bool = False, pixels: bool = False, decoder: dict = DECODER):
         super().__init__()
         self.encoder, self.dense = encoder, dense
-        # V of sparse encoding, known without the masks: reading them would make the host wait
-        self.visible = encoder.grid ** 2 - int(mask_ratio * encoder.grid ** 2)
+        self.masked = count_masked(encoder.grid, mask_ratio)
         self.head = nn.Linear(encoder.dim, teacher_dim)
         init_weights(self.head)
         self.mask_token = None
@@ -362,18 +364,25 @@ class Explore(nn.Module):
             self.mask_token = nn.Parameter(torch.empty(1, 1, encoder.dim))
             nn.init.trunc_normal_(self.mask_token, std=0.02)
         self.decoder = PixelDecoder(encoder, **decoder) if pixels else None
-        self.loss_router = Router(encoder.dim, LOSS_ROUTER_EXPERTS) if loss_router else None
 
     def forward(self, images: Tensor, mask: Tensor) -> Prediction:
-        """images [B, 3, S, S]; mask bool [B, N], True for int(mask_ratio * N) patches an image"""
+        """images [B, 3, S, S]; mask bool [B, N], True for `masked` patches of each image"""
+        # on a GPU, this assertion is the device's, and the host does not wait for it
+        torch._assert_async((mask.sum(1) == self.masked).all(),
+                            f"each image needs {self.masked} masked patches")
         ids_keep = None
         if self.dense:
             tokens, routing = self.encoder(images, mask=mask, mask_token=self.mask_token)
         else:
             # A stable sort of 0 (visible) and 1 (masked) puts the visible patches first, in order.
             # App. E shuffles them, which changes nothing: each has its position embedding.
-            ids_keep = mask.int().argsort(dim=1, stable=True)[:, :self.visible]
+            visible = mask.shape[1] - self.masked
+            ids_keep = mask.int().argsort(dim=1, stable=True)[:, :visible]
             tokens, routing = self.encoder(images, ids_keep)
-        loss_routing = self.loss_router.route(tokens) if self.loss_router else None
         pixels = self.decoder(tokens[:, 1:], ids_keep, mask) if self.decoder else None
-        return Prediction(self.head(tokens), pixels, routing, loss_routing, ids_keep)
+        return Prediction(self.head(tokens), pixels, routing, ids_keep)
+
+
+def count_masked(grid: int, mask_ratio: float) -> int:
+    """The number of masked patches in each image of grid x grid patches."""
+    return int(mask_ratio * grid ** 2)

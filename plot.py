@@ -4,15 +4,16 @@
     python plot.py runs/coupled runs/uniform --out FOLDER
 
 The picture has a panel for each of these that the logs have: the losses, the ratio of weighted to
-unweighted token loss, the variation of expert 0's dispatch weights over an image's patches, lambda,
-the learning rate, the scores on val/, and the k-NN accuracy, which knn.py writes to knn.jsonl.
+unweighted token loss, the variation of expert 0's dispatch weights over an image's patches, the
+learning rate, the scores on val/, and the k-NN accuracy, which knn.py writes to knn.jsonl.
 Drawing needs matplotlib.
 """
 
 import argparse
+import contextlib
 import json
 import math
-import re
+import os
 from pathlib import Path
 
 import common
@@ -26,7 +27,6 @@ PANELS = (
      ("pixel", "pixel_unweighted")),
     ("weighted / unweighted token loss", "ratio, 1 is neutral", ("token_ratio",)),
     ("variation of expert 0's weights", "standard deviation / mean", ("dispatch_cv",)),
-    ("lambda of expert 0", "unit of the loss", ("lambda",)),
     ("learning rate", "AdamW's rate", ("lr",)),
     ("k-NN accuracy", "top-1 (%)", ("knn",)),
     ("validation accuracy", "top-1 (%)", ("top1",)),
@@ -36,8 +36,8 @@ COLUMNS = 4
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, with log.jsonl")
     parser.add_argument("--out", metavar="FOLDER",
                         help="for curves.png (default: that of the first run)")
@@ -45,45 +45,29 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The rows of a file that may be missing; a killed run leaves half of a last line."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    """The rows of a file that may be missing, without those that a killed run wrote by half."""
     rows = []
-    for number, line in enumerate(lines, start=1):
-        if line.endswith("\n"):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise common.UserError(f"{path}: line {number} is not JSON") from error
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
     return rows
 
 
 def read_run(folder: str) -> list[dict]:
-    """-> the lines of log.jsonl, then {"epoch", "knn"} for each epoch that knn.jsonl has"""
-    log = read_lines(Path(folder, "log.jsonl"))
+    """-> the lines of log.jsonl, then {"epoch", "knn"} for each epoch that knn.jsonl has
+
+    Of each step and epoch, the last line counts: a run that was killed repeats some when it
+    resumes. Raises UserError if there is no line.
+    """
+    log = {line["step"]: line for line in read_lines(Path(folder, "log.jsonl"))}
     if not log:
-        raise common.UserError(f"{folder} has no log.jsonl with a line: give folders of runs")
-    own = Path(folder).resolve()
-    accuracy = {}      # the latest of each epoch
-    unclear = 0
-    for row in read_lines(Path(folder, "knn.jsonl")):
-        path = Path(row["checkpoint"])
-        of_this_run = Path(row.get("path", path.resolve())).parent == own
-        epoch = row.get("epoch")
-        epoch = epoch_of(path) if epoch is None else epoch
-        if of_this_run and epoch is not None:
-            accuracy[epoch] = row["top1"]
-        elif of_this_run or "path" not in row and path.parent.name in ("", own.name):
-            unclear += 1
-    if unclear:
-        print(f"{folder}: {unclear} rows of knn.jsonl do not say of which run and epoch they are, "
-              "and are left out")
-    return log + [{"epoch": epoch, "knn": accuracy[epoch]} for epoch in sorted(accuracy)]
-
-
-def epoch_of(path: Path) -> float | None:
-    """That of epoch_NNNN.pt, for rows and checkpoints of earlier versions, which do not say it."""
-    found = re.fullmatch(r"epoch_(\d+)", path.stem)
-    return float(found[1]) if found else None
+        raise common.UserError(f"{folder} has no log.jsonl with a line")
+    # knn.jsonl may hold other encoders, too; by its folder's name, a run that was moved is known
+    name = os.path.basename(os.path.abspath(folder))
+    knn = {row["epoch"]: {"epoch": row["epoch"], "knn": row["top1"]}
+           for row in read_lines(Path(folder, "knn.jsonl"))
+           if row["epoch"] is not None and Path(row["encoder"]).parent.name in ("", name)}
+    return [lines[key] for lines in (log, knn) for key in sorted(lines)]
 
 
 def read_curve(lines: list[dict], field: str) -> tuple[list[float], list[float]]:
@@ -113,10 +97,8 @@ def draw(runs: dict[str, list[dict]], path: Path):
                 epochs, values = read_curve(lines, field)
                 axis.plot(epochs, values, style, color=f"C{color}",
                           marker="." if len(epochs) < 20 else "")
-        if "lambda" in fields:
-            axis.set_yscale("log", nonpositive="mask")
     axis.set_xlim(left=0)      # of all panels
-    figure.legend(axis.lines[::len(fields)], runs, loc="outside lower center")
+    figure.legend(axis.lines[::len(fields)], map(common.plain, runs), loc="outside lower center")
     figure.savefig(path, dpi=90)
 
 

@@ -12,41 +12,38 @@ What most runs change: --data, --images, --block, --out. It writes
 
 Of one or two checkpoints, the pictures show the first eight experts. Of more, they show expert 0,
 whose weights are those of the token loss. "silhouette" says how well tokens are separated by the
-expert that gives them most weight, from -1 to 1; "usage" is an expert's mean combine weight; and
-"correlation" is that of expert 0's weights and the token loss. If the data set has object masks,
-"foreground_auc" is the area under the ROC curve of an expert's weights as a score for patches on
-the object: 1 if all of them weigh more than the background, 0.5 by chance.
+expert that gives them most weight, from -1 to 1; "correlation" is that of expert 0's weights and
+the token loss. If the data set has object masks, "foreground_auc" is the area under the ROC curve
+of an expert's weights as a score for patches on the object: 1 if all of them weigh more than the
+background, 0.5 by chance.
 """
 
-import itertools
+import argparse
 import json
 import math
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 import common
 import data
-from checkpoint import LoadError, load_checkpoint, load_encoder
-from common import non_negative_int, number, positive_int
+from checkpoint import load_checkpoint, load_encoder
+from common import UserError, non_negative_int, plain, positive_int
 from losses import dispatch_cv, dispatch_entropy, token_loss
-from model import Explore, Router, ViT
-from run import digest_input, rounded
+from run import rounded
 from teacher import Teacher, build_teacher
 
-LOSS_ROUTER = "loss router"           # where other routers have the number of their block
-IMAGES = 6                            # at most, in heatmaps.png
-EXPERTS = 8                           # at most, in pictures and in print
+IMAGES = 6           # at most, in heatmaps.png
+EXPERTS = 8          # at most, in pictures
 TOKENS = 10_000      # about as many for the silhouette: distances of all pairs take 400 MB
 
 
-def parse_args(argv: list[str] | None = None):
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = common.make_parser(__doc__, "CHECKPOINT [CHECKPOINT ...] ")
+    parser.set_defaults(compile=False)      # to compile takes longer than a few images
     group = parser.add_argument_group("routing")
     group.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="models with experts")
     group.add_argument(
@@ -58,8 +55,6 @@ def parse_args(argv: list[str] | None = None):
              "weights the checkpoint's loss used)")
     group.add_argument("--batch-size", type=positive_int, default=64,
                        help="images of one forward pass")
-    group.add_argument("--seed", type=number(int, "[0, 4294967296)"), default=42,
-                       help="draws the images")
     group.add_argument(
         "--out", metavar="FOLDER",
         help="where pictures and routing.json go (default: the folder of the first checkpoint)")
@@ -80,8 +75,8 @@ def silhouette(features: Tensor, labels: Tensor) -> float:
     sizes = member.sum(0)
     if len(sizes) < 2:
         return 0.0
-    exact = "donot_use_mm_for_euclid_dist"
-    sums = torch.cdist(features, features, compute_mode=exact) @ member         # [M, C]
+    features = features - features.mean(0)      # cdist multiplies matrices, which rounds less then
+    sums = torch.cdist(features, features) @ member                             # [M, C]
     own = labels[:, None]
     a = sums.gather(1, own)[:, 0] / (sizes[labels] - 1).clamp_min(1)
     b = (sums / sizes).scatter(1, own, math.inf).amin(1)
@@ -102,192 +97,121 @@ def roc_auc(score: Tensor, positive: Tensor) -> float:
     return (below.double().mean() / (2 * len(outside))).item()
 
 
-# ----------------------------------------------------------------------- one checkpoint
+@torch.no_grad()
+def measure(path: str, args, process: common.Process) -> dict:
+    """Measures one checkpoint on M images -> what is written and drawn of it. Raises UserError.
 
-class Sample(NamedTuple):
-    """The M images that are measured, and what is known of their patches."""
-    views: data.CenterViews
-    indices: list[int]              # [M]: positions of the images in `views`
-    sampled: Tensor                 # bool [M, T]: tokens for silhouette and correlation
-    foreground: Tensor | None       # bool [M, N]: patches on the object, if there are masks
-
-
-class Trace(NamedTuple):
-    """What one router makes of the M images."""
-    tokens: Tensor                  # [M', D]: the sampled tokens as they enter the block
-    dispatch: Tensor                # [M, T, E]
-    combine: Tensor                 # [M, T, E]
-
-
-class Measured(NamedTuple):
-    """What is known of one checkpoint in the end."""
-    numbers: dict                   # for routing.json
-    images: Tensor                  # uint8 [IMAGES, 3, S, S]
-    weights: Tensor                 # [IMAGES, N, E]: dispatch weights of patches, 1 is uniform
-    points: np.ndarray | None       # [2, M']: expert 0's weight and the token loss of patches
-
-
-def measure(path: str, args, process: common.Process) -> Measured:
-    """Measures one checkpoint. Only its numbers stay in memory, not the model."""
+    numbers: for routing.json. images: uint8 [IMAGES, 3, S, S]. weights: the dispatch weights of
+    their patches in the block that is shown, [IMAGES, N, E], where 1 is uniform. points: expert
+    0's weight and the token loss of sampled patches, [2, M'], or None without a teacher.
+    """
     checkpoint = load_checkpoint(path)
-    student = load_student(checkpoint).to(process.device)
-    routers = find_routers(student)
-    block = choose_block(checkpoint, list(routers), args.block)
-    teacher = find_teacher(checkpoint, student.encoder.grid, process)
-    sample = draw_sample(student.encoder, args)
-    traces, patch_loss = observe(student, teacher, sample, args.batch_size, process)
-
-    weights = traces[block].dispatch[:, 1:] * sample.sampled.shape[1]      # 1 is uniform
-    name = f"{Path(path).resolve().parent.name}/{Path(path).stem}"
-    shown = tqdm(routers.items(), desc=name, unit="block", leave=False, disable=None)
-    numbers = {"checkpoint": path, "block": block, "images": len(sample.indices), "name": name,
-               "tokens": int(sample.sampled.sum()),
-               "blocks": [{"block": i} | describe(router, traces[i], sample.sampled)
-                          for i, router in shown]}
-    points = None
-    if patch_loss is not None:
-        patches = sample.sampled[:, 1:]      # without [CLS], which has no token loss
-        points = torch.stack([weights[..., 0][patches], patch_loss[patches]]).double().numpy()
-        numbers["correlation"] = np.corrcoef(points)[0, 1].item()
-    if sample.foreground is not None:
-        numbers["foreground_auc"] = [roc_auc(weight, sample.foreground)
-                                     for weight in weights.unbind(2)]
-    images = [sample.views[i]["image"] for i in sample.indices[:IMAGES]]
-    # cloned, because a slice alone would keep the weights of all images in memory
-    return Measured(numbers, torch.stack(images), weights[:IMAGES].clone(), points)
-
-
-def load_student(checkpoint: dict) -> Explore:
-    """The student of a pretraining checkpoint, or a new one around another stage's encoder."""
-    encoder = load_encoder(checkpoint)
-    state = checkpoint["model"]
-    # only its size matters without a teacher, because then it is not used
-    head = state.get("head.weight", torch.empty(1, encoder.dim))
-    student = Explore(encoder, len(head), loss_router="loss_router.phi" in state)
-    student.load_state_dict(state, strict=False)      # without mask token and pixel decoder
-    return student.eval()
-
-
-def find_routers(student: Explore) -> dict[int | str, Router]:
-    """The routers by the number of their block, and then the loss router."""
-    blocks = student.encoder.blocks
-    routers = {i: blocks[i].mlp for i in student.encoder.moe_blocks}
-    return routers | ({LOSS_ROUTER: student.loss_router} if student.loss_router else {})
-
-
-def choose_block(checkpoint: dict, blocks: list[int | str], wanted: int | None) -> int | str:
-    """Which of `blocks` to show: the one that is wanted, or the last one that weights the loss."""
+    encoder = load_encoder(checkpoint).to(process.device).eval()
+    blocks = encoder.moe_blocks
     if not blocks:
-        raise common.UserError(f"{checkpoint['path']} has no experts: there is no routing to show")
-    if wanted is None:
-        loss_block = checkpoint["args"].get("loss_block")
-        return max(loss_block) if loss_block else blocks[-1]
-    if wanted not in blocks:
-        raise common.UserError(f"--block {wanted} has no experts: the MoE blocks are "
-                               f"{' '.join(map(str, blocks))}")
-    return wanted
+        raise UserError(f"{path} has no experts")
+    shown = args.block
+    if shown is None:
+        shown = max(checkpoint["args"].get("loss_block") or blocks)
+    if shown not in blocks:
+        raise UserError(f"--block {shown}: the MoE blocks of {path} are {blocks}")
+    teacher = find_teacher(checkpoint, encoder.grid, process)
+    head = {name: parameter.to(process.device) for name, parameter in checkpoint["model"].items()
+            if name.startswith("head.")}
+    if args.compile:
+        encoder.compile_blocks()
+
+    # The same images and tokens for all checkpoints of one image and patch size.
+    size = encoder.config["image_size"]
+    dataset = data.open_images(args.data, "val", size, labels=False)
+    views = data.CenterViews(dataset, size)
+    rng = np.random.default_rng(args.seed)
+    indices = torch.from_numpy(rng.permutation(len(dataset))[:args.images])
+    sampled = torch.from_numpy(rng.random((len(indices), 1 + encoder.grid ** 2)))
+    sampled = (sampled < TOKENS / sampled.numel()).to(process.device)               # bool [M, T]
+
+    # One pass over the images.
+    entering, dispatch, losses = {i: [] for i in blocks}, {i: [] for i in blocks}, []
+    order = [batch.tolist() for batch in indices.split(args.batch_size)]
+    batches = data.load(views, order, process, args.workers)
+    for batch, chosen in zip(batches, sampled.split(args.batch_size)):
+        images = batch["image"] / 255
+        states = []
+        with process.autocast():
+            tokens, routings = encoder(data.normalize(images), states=states)
+        for i, routing in routings.items():
+            entering[i].append(states[i][chosen].float())
+            dispatch[i].append(routing.dispatch)
+        if teacher:
+            pred = F.linear(tokens.float(), head["head.weight"], head["head.bias"])
+            losses.append(token_loss(pred[:, 1:], teacher(images)[:, 1:].float()))  # [B, N]
+        if not all(output.isfinite().all() for output in (tokens, *losses[-1:])):
+            raise UserError(f"{path}: its tokens or token losses are not finite "
+                            f"with --amp {args.amp}")
+    dispatch = {i: torch.cat(parts) for i, parts in dispatch.items()}               # [M, T, E]
+
+    # What each router makes of them. Lists have a number for each expert.
+    file = Path(path).resolve()
+    numbers = {"checkpoint": path, "name": f"{file.parent.name}/{file.stem}", "block": shown,
+               "images": len(indices), "blocks": []}
+    for i, weights in dispatch.items():
+        expert = weights[sampled].argmax(1)
+        numbers["blocks"].append({
+            "block": i, "silhouette": silhouette(torch.cat(entering[i]), expert),
+            "scale": encoder.blocks[i].mlp.router.scale.item(),
+            "entropy": dispatch_entropy(weights).tolist(),
+            "dispatch_cv": dispatch_cv(weights[:, 1:]).tolist(),
+            "cls_share": weights[:, 0].mean(0).tolist()})
+
+    # What the router of the block that is shown makes of patches, which have losses and masks.
+    weights = dispatch[shown][:, 1:] * sampled.shape[1]                             # [M, N, E]
+    points = None
+    if teacher:
+        patches = sampled[:, 1:]
+        points = torch.stack([weights[..., 0][patches], torch.cat(losses)[patches]]).double()
+        numbers["correlation"] = torch.corrcoef(points)[0, 1].item()
+        points = points.cpu().numpy()
+    if hasattr(dataset, "mask"):
+        inside = foreground(dataset, indices.tolist(), size, encoder.patch_size)    # [M, N]
+        inside = inside.to(process.device)
+        numbers["foreground_auc"] = [roc_auc(weight, inside) for weight in weights.unbind(2)]
+    images = torch.stack([views[i]["image"] for i in indices[:IMAGES].tolist()])
+    # cloned, because a slice alone would keep the weights of all images in memory
+    return dict(numbers=numbers, images=images, weights=weights[:IMAGES].clone().cpu(),
+                points=points)
+
+
+def foreground(dataset, indices: list[int], size: int, patch_size: int) -> Tensor:
+    """The patches of which at least half is on an image's object: bool [M, N]"""
+    masks = torch.stack([dataset.mask(i) for i in indices]).to(torch.uint8)
+    masks = data.center_view(255 * masks, size) / 255                               # [M, S, S]
+    return F.avg_pool2d(masks, patch_size).flatten(1) >= 0.5
 
 
 def find_teacher(checkpoint: dict, grid: int, process: common.Process) -> Teacher | None:
     """The teacher that trained a student, or None, after printing why there is none."""
-    name = checkpoint["args"].get("teacher")
     try:
+        name = checkpoint["args"].get("teacher")
         if not name:
-            raise LoadError("it is not a pretraining checkpoint")
-        teacher = build_teacher(name, grid)
-        if checkpoint["inputs"]["teacher"] != digest_input(name):
-            raise LoadError(f"the contents of {name} have changed since the training")
-        return teacher.to(process.device, process.amp)
-    except LoadError as error:
-        print(f"{checkpoint['path']}: no correlation with the distillation loss: {error}")
+            raise UserError("no teacher trained it")
+        return build_teacher(name, grid).to(process.device, process.amp)
+    except UserError as error:
+        print(f"{checkpoint['path']}: no correlation with the token loss: {error}")
         return None
 
 
-def draw_sample(encoder: ViT, args) -> Sample:
-    """Draws images and tokens: the same ones for all encoders of one image and patch size."""
-    size = encoder.config["image_size"]
-    dataset = data.open_images(args.data, "val", size, labels=False)
-    rng = np.random.default_rng(args.seed)
-    indices = list(itertools.islice(readable(rng, dataset), args.images))
-    if not indices:
-        raise common.UserError(f"--data {args.data}: none of its images can be read")
-    sampled = torch.from_numpy(rng.random((len(indices), 1 + encoder.grid ** 2)))
-    sampled = sampled < TOKENS / sampled.numel()
-    foreground = None
-    if hasattr(dataset, "mask"):      # at least half of a foreground patch is on the object
-        masks = torch.stack([dataset.mask(i) for i in indices]).to(torch.uint8) * 255
-        masks = data.center_view(masks, size) / 255                                  # [M, S, S]
-        foreground = F.avg_pool2d(masks, encoder.patch_size).flatten(1) >= 0.5
-    return Sample(data.CenterViews(dataset, size), indices, sampled, foreground)
-
-
-def readable(rng: np.random.Generator, dataset):
-    """Yields the positions of all images that can be read, in random order. A line names each
-    other one that is drawn.
-    """
-    for index in rng.permutation(len(dataset)).tolist():
-        try:
-            dataset[index]      # read here, too, because tokens are drawn for a known number
-            yield index
-        except common.ReadError as error:
-            data.print_once(f"{error}: left out")
-
-
-@torch.no_grad()
-def observe(student: Explore, teacher: Teacher | None, sample: Sample, batch_size: int,
-            process: common.Process) -> tuple[dict[int | str, Trace], Tensor | None]:
-    """-> (what each router makes of the images, token losses [M, N] or None without a teacher)"""
-    traces = {i: [] for i in find_routers(student)}
-    losses = []
-    order = [indices.tolist() for indices in torch.tensor(sample.indices).split(batch_size)]
-    batches = data.load(sample.views, order, process)
-    for batch, sampled in zip(batches, sample.sampled.split(batch_size)):
-        images = batch["image"] / 255
-        states = []
-        with process.autocast():
-            tokens, routings = student.encoder(data.normalize(images), states=states)
-        entering = dict(enumerate(states))
-        if student.loss_router:
-            entering[LOSS_ROUTER] = tokens
-            routings[LOSS_ROUTER] = student.loss_router.route(tokens)
-        for i, trace in traces.items():
-            entered = entering[i].cpu().float()[sampled]
-            trace.append((entered, routings[i].dispatch.cpu(), routings[i].combine.cpu()))
-        if teacher:
-            predicted = student.head(tokens)[:, 1:].float()
-            losses.append(token_loss(predicted, teacher(images)[:, 1:].float()).cpu())
-    traces = {i: Trace(*map(torch.cat, zip(*trace))) for i, trace in traces.items()}
-    return traces, torch.cat(losses) if losses else None
-
-
-def describe(router: Router, trace: Trace, sampled: Tensor) -> dict:
-    """A router's numbers in routing.json. Its lists have one number for each expert."""
-    dispatch = trace.dispatch
-    return {"silhouette": silhouette(trace.tokens, dispatch[sampled].argmax(1)),
-            "scale": router.scale.item(), "entropy": dispatch_entropy(dispatch).tolist(),
-            "dispatch_cv": dispatch_cv(dispatch[:, 1:]).tolist(),
-            "cls_share": dispatch[:, 0].mean(0).tolist(),
-            "usage": trace.combine.mean((0, 1)).tolist()}
-
-
 def report(numbers: dict):
-    """Prints the numbers of the first experts, one line for each block."""
-    print(f"\n{numbers['checkpoint']}: {numbers['images']} images, {numbers['tokens']} tokens")
-    of_block = {name: numbers[name] for name in ("block", "correlation", "foreground_auc")
-                if name in numbers}
-    for row in (*numbers["blocks"], of_block):
-        print("  ".join(f"{name} {short(value)}" for name, value in row.items()))
-
-
-def short(value) -> str:
-    if isinstance(value, str):
-        return value
-    return str(np.round(value[:EXPERTS] if isinstance(value, list) else value, 3))
+    """Prints a line: what one checkpoint's expert 0 does in the block that is shown."""
+    row, = (row for row in numbers["blocks"] if row["block"] == numbers["block"])
+    found = numbers | row
+    said = [f"{name} {np.ravel(found[name])[0]:.3f}" for name in (
+        "silhouette", "dispatch_cv", "correlation", "foreground_auc") if name in found]
+    print(f"{numbers['checkpoint']}: block {numbers['block']}, expert 0: {', '.join(said)}")
 
 
 # ----------------------------------------------------------------------------- pictures
 
-def draw_heatmaps(models: list[Measured], experts: int, path: Path):
+def draw_heatmaps(models: list[dict], experts: int, path: Path):
     """A row of images, then a row for each expert of each model: its weights over the images.
 
     Each model has a scale of colors of its own. It spans the 1st to the 99th percentile of the
@@ -295,25 +219,25 @@ def draw_heatmaps(models: list[Measured], experts: int, path: Path):
     others.
     """
     from matplotlib.figure import Figure
-    weights = [model.weights[..., :experts] for model in models]
-    images = models[0].images.permute(0, 2, 3, 1).numpy()                           # [M, S, S, 3]
+    images = models[0]["images"].permute(0, 2, 3, 1).numpy()                        # [M, S, S, 3]
     height, width = images.shape[1:3]
-    rows = 1 + sum(weight.shape[2] for weight in weights)
+    shown = [model["weights"][..., :experts].numpy() for model in models]
+    rows = 1 + sum(weights.shape[2] for weights in shown)
     figure = Figure(figsize=(1.3 * len(images) + 1.2, 1.35 * rows), layout="constrained")
     axes = figure.subplots(rows, len(images), squeeze=False,
                            subplot_kw=dict(xticks=[], yticks=[]))
     for axis, image in zip(axes[0], images):
         axis.imshow(image)
     row = 1
-    for model, weight in zip(models, weights):
-        low, high = np.quantile(weight, (0.01, 0.99))
-        side = math.isqrt(weight.shape[1])
-        own = axes[row:row + weight.shape[2]]
-        row += weight.shape[2]
-        own[0, 0].set_title(model.numbers["name"], loc="left", fontsize="medium")
+    for model, weights in zip(models, shown):
+        low, high = np.quantile(weights, (0.01, 0.99))
+        side = math.isqrt(weights.shape[1])
+        own = axes[row:row + weights.shape[2]]
+        row += weights.shape[2]
+        own[0, 0].set_title(plain(model["numbers"]["name"]), loc="left", fontsize="medium")
         for expert, line in enumerate(own):
             line[0].set_ylabel(f"expert {expert}")
-            for axis, values, image in zip(line, weight[..., expert].numpy(), images):
+            for axis, values, image in zip(line, weights[..., expert], images):
                 axis.imshow(image.mean(-1), cmap="gray", vmin=0, vmax=255)
                 colors = axis.imshow(values.reshape(side, side), cmap="coolwarm", vmin=low,
                                      vmax=high, alpha=0.65, extent=(0, width, height, 0))
@@ -322,7 +246,7 @@ def draw_heatmaps(models: list[Measured], experts: int, path: Path):
     figure.savefig(path, dpi=90)
 
 
-def draw_blocks(models: list[Measured], experts: int, path: Path):
+def draw_blocks(models: list[dict], experts: int, path: Path):
     """Silhouette, entropy, variation and [CLS] share over blocks, a line for each expert.
 
     Experts differ by color, and the second of two models is dashed. More than two models differ
@@ -332,52 +256,46 @@ def draw_blocks(models: list[Measured], experts: int, path: Path):
     from matplotlib.figure import Figure
     panels = {"silhouette": "silhouette", "entropy": "dispatch entropy (nats)",
               "dispatch_cv": "coefficient of variation", "cls_share": "[CLS] share"}
+    blocks = sorted({row["block"] for model in models for row in model["numbers"]["blocks"]})
     several = len(models) > 2
-    rows = [{row["block"]: row for row in model.numbers["blocks"]} for model in models]
-    blocks = sorted(set().union(*rows), key=lambda block: (block == LOSS_ROUTER, block))
     shades = colormaps["viridis"](np.linspace(0, 0.9, len(models)))
     figure = Figure(figsize=(14, 3.2), layout="constrained")
     axes = figure.subplots(1, len(panels))
     for axis, (name, panel) in zip(axes, panels.items()):
-        axis.set(title=panel, xlabel="block", xticks=range(len(blocks)), xticklabels=blocks)
-        for i, (row, model) in enumerate(zip(rows, models)):
-            style = "--s" if i == 1 and not several else "-o"
-            lines = over_blocks(row, blocks, name)
-            for expert, line in enumerate(itertools.islice(lines, experts)):
+        axis.set(title=panel, xlabel="block", xticks=blocks)
+        for i, model in enumerate(models):
+            rows = model["numbers"]["blocks"]
+            values = np.array([np.atleast_1d(row[name]) for row in rows])      # [blocks, E or 1]
+            for expert, line in enumerate(values.T[:experts]):
                 color = f"C{expert}"
                 if several:
                     color = shades[i]
                 elif name == "silhouette":      # one value for all experts together
                     color = "black"
-                axis.plot(line, style, color=color,
-                          label=f"{model.numbers['name']}, expert {expert}")
+                axis.plot([row["block"] for row in rows], line,
+                          "--s" if i == 1 and not several else "-o", color=color,
+                          label=plain(f"{model['numbers']['name']}, expert {expert}"))
     lines = axes[1].lines
     figure.legend(handles=lines, loc="outside right center", ncols=math.ceil(len(lines) / 16),
                   fontsize=8)
     figure.savefig(path, dpi=90)
 
 
-def over_blocks(rows: dict[int | str, dict], blocks: list[int | str], name: str):
-    """Yields each expert's values of `name`: NaN where a block has no router or fewer experts."""
-    values = [np.atleast_1d(rows[block][name] if block in rows else []) for block in blocks]
-    return itertools.zip_longest(*values, fillvalue=math.nan)
-
-
-def draw_correlation(models: list[Measured], path: Path):
+def draw_correlation(models: list[dict], path: Path):
     """The token loss of patches over expert 0's weight, with the regression line."""
     from matplotlib.figure import Figure
     columns = min(3, len(models))      # as wide as blocks.png
     rows = math.ceil(len(models) / columns)
     figure = Figure(figsize=(4.6 * columns, 3.6 * rows), layout="constrained")
     for i, model in enumerate(models, start=1):
-        weight, loss = model.points
+        weight, loss = model["points"]
         axis = figure.add_subplot(rows, columns, i)
         axis.scatter(weight, loss, s=2, alpha=0.25)
         slope, _ = np.polyfit(weight, loss, 1)      # the line goes through the means
         axis.axline((weight.mean(), loss.mean()), slope=slope, color="black", linestyle="--",
                     linewidth=1)
         axis.locator_params(axis="x", nbins=5)      # more labels, such as 1.0005, would overlap
-        axis.set(title="{name}: r = {correlation:.3f}".format(**model.numbers),
+        axis.set(title=plain("{name}: r = {correlation:.3f}".format(**model["numbers"])),
                  xlabel="expert 0's dispatch weight / uniform weight", ylabel="token loss")
     figure.savefig(path, dpi=90)
 
@@ -385,19 +303,19 @@ def draw_correlation(models: list[Measured], path: Path):
 def main(args) -> list[dict]:
     """-> the numbers of routing.json, one dict for each checkpoint"""
     process = common.Process(args)
+    models = []
+    for path in args.checkpoints:
+        models.append(measure(path, args, process))      # only one is in memory
+        report(models[-1]["numbers"])
+    numbers = [model["numbers"] for model in models]
     out = Path(args.out or Path(args.checkpoints[0]).parent)
     out.mkdir(parents=True, exist_ok=True)
-    models = [measure(path, args, process) for path in args.checkpoints]
-    numbers = [model.numbers for model in models]
     (out / "routing.json").write_text(json.dumps(rounded(numbers), indent=1) + "\n")
-    for each in numbers:
-        report(each)
-
     experts = EXPERTS if len(models) <= 2 else 1
     try:
         draw_heatmaps(models, experts, out / "heatmaps.png")
         draw_blocks(models, experts, out / "blocks.png")
-        known = [model for model in models if model.points is not None]
+        known = [model for model in models if model["points"] is not None]
         if known:
             draw_correlation(known, out / "correlation.png")
     except ImportError:

@@ -4,11 +4,8 @@ It knows no stage. A checkpoint is written whole or not at all, and a run that r
 that was never stopped.
 """
 
-import contextlib
-import hashlib
-import itertools
 import json
-import os
+import math
 import signal
 import sys
 import time
@@ -18,220 +15,97 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import data
-from checkpoint import first_line, load_checkpoint
-from common import FREE_FLAGS, STOP_SIGNALS, Plan, Process, UserError, flag, leave_group, lock
+from common import Process, UserError
 
 LOG_EVERY = 20      # steps
-# A run stops after this many skipped updates in a row. They are counted in whole windows between
-# log lines, so it stops after 20 to 39 of them. fp16's scale starts at 2 ** 16 and halves
-# at each of them: after 16 it is 1, and something else must be wrong.
-PATIENCE = 20
-
-
-class Log:
-    """log.jsonl: means since the last line over all processes, speed, and memory."""
-
-    def __init__(self, path: Path, process: Process, step: int, batch_size: int):
-        self.path, self.process, self.batch_size = path, process, batch_size
-        self.restart(step)
-
-    def restart(self, step: int):
-        """Measures from `step` on, so that evaluation and saving do not count as training."""
-        self.step = step
-        self.metrics = {}      # by name, the values of the steps
-        self.restart_clock(step)
-
-    def restart_clock(self, step: int):
-        self.timed_from, self.since, self.waited = step, time.perf_counter(), 0.0
-
-    def add(self, metrics: dict[str, Tensor]):
-        """Keeps detached scalars and vectors, on their device."""
-        for name, value in metrics.items():
-            self.metrics.setdefault(name, []).append(value)
-
-    def waiting(self, batches):
-        """Passes `batches` on, and adds up how long the loop waits for them."""
-        start = time.perf_counter()
-        for batch in batches:
-            self.waited += time.perf_counter() - start
-            yield batch
-            start = time.perf_counter()
-
-    def means(self, step: int) -> dict:
-        """-> the line for `step`.
-
-        In training, this is the only place where the host waits for the device.
-        """
-        means = {name: torch.stack(values).float().mean(0)
-                 for name, values in self.metrics.items()}
-        sizes = [mean.numel() for mean in means.values()]
-        flat = self.process.sum(torch.cat([mean.flatten() for mean in means.values()]))
-        parts = (flat / self.process.world).cpu().split(sizes)
-        line = {name: part.view(mean.shape).tolist()
-                for (name, mean), part in zip(means.items(), parts)}
-        seconds = time.perf_counter() - self.since
-        return line | {"step": step, "skipped": round(line["skipped"] * (step - self.step)),
-                       "memory_gib": torch.cuda.max_memory_allocated() / 2 ** 30,
-                       "images_per_second": self.batch_size * (step - self.timed_from) / seconds,
-                       "loader_wait": self.waited / seconds}
-
-    def cut(self):
-        """Cuts off what a killed run logged after its last checkpoint, and what is damaged."""
-        self.path.touch()
-        size = 0
-        with open(self.path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    # without a line break, a kill cut the line short
-                    if not line.endswith(b"\n") or json.loads(line)["step"] > self.step:
-                        break
-                except (ValueError, KeyError, TypeError):
-                    print(f"{self.path}: line {number} is damaged; the log ends before it")
-                    break
-                size += len(line)
-        os.truncate(self.path, size)
+# Flags that may differ when a run resumes: where it finds its files, how fast it works or how
+# long, but not what it computes. --amp is one of them, because another precision can save a run
+# whose numbers overflow.
+FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "recompute", "amp", "save_every",
+              "max_steps"}
 
 
 class Run:
     """A training run in its folder `args.out`: it resumes, logs, saves, and stops when asked to.
 
-    dataset: what it trains on. encoder: the arguments that rebuild the encoder. stateful: what a
-    checkpoint consists of, by name, such as model and optimizer. val: what it is evaluated on, if
-    it is. shown: the fields of the log that the progress bar shows.
+    images: how many it trains on. steps: of the whole run. epoch_steps: of an epoch. last_steps:
+    between two last.pt. save_steps: between evaluations and kept checkpoints. encoder: what
+    rebuilds the encoder. shown: the fields of the log that the progress bar shows. parts: what a
+    checkpoint consists of, by name, such as model and optimizer.
     """
 
-    def __init__(self, args, process: Process, plan: Plan, dataset, encoder: dict, stateful: dict,
-                 val=None, shown=("loss",)):
-        self.args, self.process, self.plan, self.folder = args, process, plan, Path(args.out)
-        self.stateful = stateful | {"scaler": process.scaler}
-        self.shown = shown
-        inputs = {name: digest_input(file) for name, file in vars(args).items()
-                  if name in ("teacher", "checkpoint") and file}
-        inputs |= {"images": len(dataset), "classes": list(getattr(dataset, "classes", []))}
-        if val is not None:
-            inputs |= {"val_images": len(val), "val_classes": list(getattr(val, "classes", []))}
-        self.description = {"encoder": encoder, "args": vars(args), "inputs": inputs}
-        self.first = 0               # step to do
+    def __init__(self, args, process: Process, *, images: int, steps: int, epoch_steps: int,
+                 last_steps: int, save_steps: int, encoder, shown=("loss",), **parts):
+        self.args, self.process, self.folder = args, process, Path(args.out)
+        self.images, self.total, self.epoch_steps = images, steps, epoch_steps
+        self.last_steps, self.save_steps = last_steps, save_steps
+        self.last = min(steps, args.max_steps or steps)      # the step to stop after
+        self.encoder, self.shown, self.parts = encoder, shown, parts
         self.best = {}               # the best evaluation's scores
         self.line = {}               # of the log, the last one
-        self.skipped_in_a_row = 0
-        self.signals = []            # received and not yet acted on
-        self.saved_at = time.monotonic()
-        self.saved_step = None       # of last.pt
-        self.held = contextlib.ExitStack()      # the lock of the folder, in the first process
-
-    def resume(self):
-        """Locks the folder, and loads last.pt, if there is one.
-
-        All processes start from the same step. Raises UserError.
-        """
-        self.process.first_alone(lambda: self.held.enter_context(lock(self.folder)))
-        last = self.folder / "last.pt"
-        try:
-            if last.exists():
-                state = load_checkpoint(last)
-                self.best = state["best"]
-                self.refuse_changes(state)
-                if state["scaler"]["growth_factor"] != self.process.scaler.get_growth_factor():
-                    state["scaler"] = self.process.scaler.state_dict()
-                    self.say(f"--amp was {state['args']['amp']}, is {self.args.amp}: the scale of "
-                             "the loss starts anew")
-                for name, part in self.stateful.items():
-                    part.load_state_dict(state[name])
-                self.saved_step = self.first = state["step"]
-                # the schedule stays what it was, even if --data has another number of images now
-                self.plan.steps = state.get("steps", self.plan.steps)
-                self.plan.warmup = state.get("warmup", self.plan.warmup)
-        except (KeyError, RuntimeError, ValueError) as error:
-            raise UserError(f"cannot resume from {last} ({first_line(error)}); remove it to "
-                            "start over") from error
-        highest, minus_lowest = self.process.largest(self.first, -self.first)
-        if highest != -minus_lowest:
-            raise UserError("not all processes see the same last.pt: --out must be on a disk "
-                            "that all machines share")
-        self.last = max(self.first, min(self.plan.steps, self.args.max_steps or self.plan.steps))
-        self.log = Log(self.folder / "log.jsonl", self.process, self.first, self.args.batch_size)
-        if self.process.rank == 0:
-            self.log.cut()
+        self.signal = 0              # the number of the one that asked to stop
+        self.metrics = {}            # since the last line of the log: by name, values of steps
+        self.timed_from = None       # the speed is that of the steps since this one
+        self.since = self.waited = 0.0
 
     def say(self, line: str):
         """Prints a line, once for all processes."""
         if self.process.rank == 0:
-            print(line, flush=True)
+            tqdm.write(line)      # beside a progress bar
+            sys.stdout.flush()
+
+    # ------------------------------------------------------------------------- resuming
+
+    def resume(self) -> int:
+        """Loads last.pt, if there is one -> the first step to do. Raises UserError."""
+        first = 0
+        last = self.folder / "last.pt"
+        if last.exists():
+            try:
+                state = torch.load(last, map_location="cpu", weights_only=True)
+                self.refuse_changes(state)
+                for name, part in self.parts.items():
+                    # the scale of one precision means nothing to another
+                    if name != "scaler" or state["args"]["amp"] == self.args.amp:
+                        part.load_state_dict(state[name])
+                first, self.best = state["step"], state["best"]
+            except UserError:
+                raise
+            except Exception as error:      # each kind of damage has its own
+                raise UserError(f"cannot resume from {last}, which is damaged or none of ours "
+                                f"({type(error).__name__})") from error
+        of_all = self.process.sum(torch.tensor(first, device=self.process.device))
+        if of_all != first * self.process.world:
+            raise UserError(f"not all processes see the same {last}")
+        self.say(f"{self.folder}: {self.images} images, {self.epoch_steps} steps an epoch, "
+                 f"{self.process.world} x {self.process.device.type} in "
+                 f"{self.process.amp or torch.float32}, from step {first} of {self.total}")
+        return first
 
     def refuse_changes(self, state: dict):
-        """Raises UserError if last.pt is of a run with other flags, input files or classes.
-
-        The folder of the images may have moved, and their number may differ, because a broken one
-        may have been removed: a printed line says so.
-        """
-        new = self.description["args"]
-        old = state["args"]
-        if new["stage"] != old.get("stage"):
-            raise UserError(f"{self.folder} holds a run of {old.get('stage')}.py: give another "
-                            "--out")
-        changes = [f"{flag(name)} was {old[name]}, is {new.get(name)}"
-                   for name in sorted(old.keys() - FREE_FLAGS) if new.get(name) != old[name]]
-        inputs = self.description["inputs"]
-        changes += [f"{title} was {old[name]}, is {new[name]}, with other contents"
-                    for name, title in (("teacher", "--teacher"), ("checkpoint", "CHECKPOINT"))
-                    if inputs.get(name) != state["inputs"].get(name)]
-        changes += [f"the {title}classes in --data {new['data']} changed"
-                    for name, title in (("classes", ""), ("val_classes", "validation "))
-                    if inputs.get(name) != state["inputs"].get(name, inputs.get(name))]
+        """Raises UserError if last.pt is of a run with other flags or another number of images."""
+        old, new = state["args"], vars(self.args)
+        changes = [f"--{name.replace('_', '-')} was {old.get(name)}, is {new.get(name)}"
+                   for name in sorted((old.keys() | new.keys()) - FREE_FLAGS)
+                   if old.get(name) != new.get(name)]
+        if state["images"] != self.images:
+            changes.append(f"--data had {state['images']} images, has {self.images}")
         if changes:
-            raise UserError(f"{self.folder} holds another run ({'; '.join(changes)}): give the "
-                            "same flags and files to resume, or another --out")
-        before = f"{old['data']} with {state['inputs']['images']} images"
-        now = f"{new['data']} with {inputs['images']} images"
-        if before != now:
-            self.say(f"--data was {before}, is {now}: the run goes on with these")
-        before, now = state["inputs"].get("val_images"), inputs.get("val_images")
-        if before not in (None, now):
-            self.say(f"--data had {before} validation images, has {now}: earlier scores were of "
-                     "another set, and the best one is looked for anew")
-            self.best = {}
-        for name in sorted(new.keys() - old.keys() - FREE_FLAGS):
-            self.say(f"the run was started before there was {flag(name)}, and goes on with "
-                     f"{new[name]}")
+            raise UserError(f"{self.folder} holds another run, so give another --out: "
+                            + ", ".join(changes))
 
-    def saved(self) -> str:
-        """A sentence about what last.pt holds."""
-        if self.saved_step is None:
-            return "nothing was saved yet"
-        return f"{self.folder / 'last.pt'} holds step {self.saved_step}"
+    # ------------------------------------------------------------------------- the loop
 
-    def announce(self, *what: str):
-        """Prints the first lines of a run: what it is, and where it is."""
-        precision = str(self.process.amp or torch.float32).removeprefix("torch.")
-        what = "; ".join([
-            *what, f"steps {self.first} to {self.last} of {self.plan.steps}, "
-            f"{self.plan.epoch_steps} an epoch",
-            f"{self.process.world} x {self.process.device.type} in {precision}"])
-        where = f"resumes, {self.saved()}" if self.first else "a new run"
-        if self.first == self.plan.steps:
-            where = f"complete, {self.saved()}: there is nothing to do"
-        self.say(f"{self.args.stage}: {what}\n{self.folder}: {where}")
-        flags = json.dumps(vars(self.args), indent=1) + "\n"
-        self.process.first_alone(self.write, "args.json", lambda path: path.write_text(flags))
-
-    def batches(self, views):
-        """Yields the micro-batches of the steps to do. With --repeat-batch, those of step 0 come
-        again and again.
-        """
-        args, process = self.args, self.process
-        first, last = (0, 1) if args.repeat_batch else (self.first, self.last)
-        order = data.train_order(len(views), args.batch_size, self.plan.micro_batch, args.seed,
-                                 first, last, process.rank, process.world)
-        batches = data.load(views, order, process)
-        return itertools.cycle(list(batches)) if args.repeat_batch else self.log.waiting(batches)
-
-    def steps(self):
-        """Yields the steps to do, with a progress bar."""
-        self.hear_signals()
-        with tqdm(range(self.first, self.last), self.args.stage, self.last, unit="step",
-                  initial=self.first, disable=self.process.rank > 0) as bar:
+    def steps(self, first: int):
+        """Yields the steps to do, with a progress bar. A signal asks the run to stop."""
+        def ask(signum, frame):
+            self.signal = signum
+            if signum == signal.SIGINT:      # a second Ctrl-C leaves at once
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(signum, ask)
+        with tqdm(range(first, self.last), self.args.stage, self.last, initial=first,
+                  unit="step", disable=self.process.rank > 0) as bar:
             for step in bar:
                 yield step
                 if self.line:
@@ -239,51 +113,79 @@ class Run:
                     bar.set_postfix({name: f"{value:.3g}" for name, value in shown.items()},
                                     refresh=False)
 
-    def hear_signals(self):
-        """Makes a signal a request to finish the step, save and leave.
+    def timed(self, batches):
+        """Passes `batches` on, and adds up how long the loop waits for them."""
+        start = time.perf_counter()
+        for batch in batches:
+            self.waited += time.perf_counter() - start
+            yield batch
+            start = time.perf_counter()
 
-        A second Ctrl-C leaves at once. A signal that is ignored stays so, such as SIGHUP under
-        nohup.
-        """
-        def receive(signum, frame):
-            self.signals.append(signum)
-            if signum == signal.SIGINT:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)
-        for signum in STOP_SIGNALS:
-            if signal.getsignal(signum) != signal.SIG_IGN:
-                signal.signal(signum, receive)
+    def start_clock(self, step: int):
+        """Measures the speed from here, so that evaluating and saving do not count."""
+        self.timed_from, self.since, self.waited = step, time.perf_counter(), 0.0
 
-    def end_step(self, step: int, evaluate=None) -> dict:
-        """Logs, evaluates, saves and stops, each if it is time -> the log's line, or {}.
+    def log(self, metrics: dict[str, Tensor], **more: Tensor):
+        """Keeps scalars and vectors on their device until the next line of the log."""
+        for name, value in (metrics | more).items():
+            self.metrics.setdefault(name, []).append(value.detach())
 
-        `evaluate` returns scores in percent, of which the first decides which step is the best.
+    def end_step(self, step: int, lr: float, evaluate=None) -> bool:
+        """Logs, evaluates and saves, each if it is time -> whether a signal asks to stop
+
+        `evaluate` returns scores in percent, of which the first decides what best.pt is. A stage
+        without it keeps epoch_NNNN.pt instead.
         """
         done = step + 1
-        scheduled = done % self.plan.save_steps == 0 or done == self.plan.steps
-        overdue = 0 < 60 * self.args.save_minutes <= time.monotonic() - self.saved_at
-        # all processes do the same, whichever got the signal
-        overdue, signum = self.process.largest(overdue, max(self.signals, default=0))      # 0: none
-        saves = scheduled or overdue or signum or done == self.last
+        if self.timed_from is None:      # the first step compiles
+            self.start_clock(done)
+        scheduled = done % self.save_steps == 0 or done == self.total
+        saves = scheduled or done % self.last_steps == 0 or done == self.last
         if not saves and done % LOG_EVERY:
-            if step == self.first:      # which compiles, and starts DDP
-                self.log.restart_clock(done)
-            return {}
-        self.line = self.log.means(done) | {"epoch": done / self.plan.epoch_steps,
-                                            "lr": self.plan.learning_rate(step)}
-        if scheduled and evaluate:
+            return False
+        stops = self.write_line(done, lr, evaluate if scheduled else None)
+        if scheduled and not evaluate:
+            self.save(f"epoch_{done // self.epoch_steps:04d}.pt", done)
+        if saves or stops:
+            self.save("last.pt", done, *self.parts)
+        if stops or done == self.last:
+            self.report(done)
+        self.start_clock(done)
+        return stops
+
+    def write_line(self, done: int, lr: float, evaluate) -> bool:
+        """Appends a line of means over steps and processes to log.jsonl -> whether any process was
+        asked to stop. Raises UserError if the loss is not finite.
+
+        In training, this is the only place where the host waits for the device.
+        """
+        steps = len(self.metrics["skipped"])
+        means = {name: torch.stack(values).float().mean(0)
+                 for name, values in self.metrics.items()}
+        self.metrics = {}
+        asked = torch.tensor([float(self.signal > 0)], device=self.process.device)
+        flat = torch.cat([asked, *(mean.flatten() for mean in means.values())])
+        asked, *parts = (self.process.sum(flat) / self.process.world).cpu().split(
+            [1, *(mean.numel() for mean in means.values())])
+        seconds = time.perf_counter() - self.since
+        self.line = {"step": done, "epoch": done / self.epoch_steps, "lr": lr}
+        self.line |= {name: part.view(mean.shape).tolist()
+                      for (name, mean), part in zip(means.items(), parts)}
+        self.line |= {
+            "skipped": round(self.line["skipped"] * steps),
+            "memory_gib": torch.cuda.max_memory_allocated() / 2 ** 30,
+            "images_per_second": self.args.batch_size * (done - self.timed_from) / seconds,
+            "loader_wait": self.waited / seconds}
+        if evaluate:
             self.line |= self.keep_best(done, evaluate())
-        elif scheduled:
-            self.save(f"epoch_{done // self.plan.epoch_steps:04d}.pt", done)
-        self.process.first_alone(self.write_line)
-        self.stop_if_stuck(done)
-        if saves:
-            self.save("last.pt", done, tuple(self.stateful))
-            self.saved_at = time.monotonic()
-            self.saved_step = done
-        if signum and done < self.last:
-            self.leave(signum)
-        self.log.restart(done)
-        return self.line
+        if self.process.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(self.folder / "log.jsonl", "a") as file:
+                file.write(json.dumps(rounded(self.line)) + "\n")
+        if not math.isfinite(self.line["loss"]):
+            raise UserError(f"step {done}: the loss is not finite; a lower --lr, --amp bf16 or a "
+                            "smaller --clip-grad may help")
+        return asked.item() > 0
 
     def keep_best(self, done: int, scores: dict[str, float]) -> dict[str, float]:
         """Writes best.pt if the first score is the highest so far -> the scores"""
@@ -293,82 +195,33 @@ class Run:
             self.save("best.pt", done)
         return scores
 
-    def stop_if_stuck(self, done: int):
-        """Raises UserError after PATIENCE skipped updates in a row."""
-        steps = done - self.log.step
-        all_skipped = self.line["skipped"] == steps
-        self.skipped_in_a_row = self.skipped_in_a_row + steps if all_skipped else 0
-        if self.skipped_in_a_row >= PATIENCE:
-            raise UserError(f"step {done}: {self.skipped_in_a_row} updates in a row had no finite "
-                            f"gradient; {self.saved()}. To try: resume with --amp bf16 or off, or "
-                            "restart with a lower --lr")
-
-    def leave(self, signum: int):
-        """Ends all processes after a signal, once last.pt is written."""
-        self.say(f"{signal.Signals(signum).name}: {self.saved()}; the same command resumes")
-        leave_group()
-        sys.exit(130 if signum == signal.SIGINT else 0)
-
-    def save(self, name: str, step: int, what: tuple[str, ...] = ("model",)):
-        """Writes a checkpoint of `what`, whole or not at all, and never one that holds a NaN."""
-        state = {each: self.stateful[each].state_dict() for each in what}
-        if self.process.largest(not finite(state))[0]:      # all processes stop, or none
-            raise UserError(f"step {step}: the model or the optimizer holds a NaN or infinity; "
-                            f"{self.saved()}. To try: a lower --lr, a smaller --weight-decay, "
-                            "--clip-grad 1")
-        state |= self.description | {"step": step, "epoch": step / self.plan.epoch_steps,
-                                     "steps": self.plan.steps, "warmup": self.plan.warmup,
-                                     "best": self.best}
-        self.process.first_alone(self.write, name, lambda path: save_whole(state, path))
-
-    def write_line(self):
-        """Appends the line to the log."""
-        with self.writing(self.log.path), open(self.log.path, "a") as file:
-            file.write(json.dumps(rounded(self.line)) + "\n")
-
-    def write(self, name: str, function):
-        """Lets `function` write a temporary file, which then takes the place of an older one."""
+    def save(self, name: str, step: int, *parts: str):
+        """Writes a checkpoint of `parts` (default: the model), and never one that holds a NaN."""
+        if self.process.rank > 0:
+            return
+        state = {part: self.parts[part].state_dict() for part in parts or ("model",)}
+        if not finite(state):
+            raise UserError(f"step {step}: the model or the optimizer holds a NaN or infinity, "
+                            f"and {name} is not written")
+        state |= {"encoder": self.encoder, "args": vars(self.args), "images": self.images,
+                  "step": step, "epoch": step / self.epoch_steps, "best": self.best}
+        self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f"{name}.tmp"
-        with self.writing(self.folder / name):
-            try:
-                function(temporary)
-                temporary.replace(self.folder / name)
-            finally:
-                temporary.unlink(missing_ok=True)
+        torch.save(state, temporary)
+        temporary.replace(self.folder / name)
 
-    @contextlib.contextmanager
-    def writing(self, path: Path):
-        """Makes a UserError of what goes wrong while `path` is written."""
-        try:
-            yield
-        except (OSError, RuntimeError) as error:
-            # PyTorch's writer raises an error of its own on top of that of a full disk
-            reason = error if isinstance(error, OSError) else error.__context__ or error
-            raise UserError(f"cannot write {path} ({first_line(reason)}); {self.saved()}"
-                            ) from error
-
-    def report(self, *what: str) -> dict[str, float]:
-        """Prints the last line of a run, and releases its folder -> the best scores"""
-        said = [f"step {self.last} of {self.plan.steps}"]
-        if self.line:
-            said.append("{images_per_second:.0f} images/s, {loader_wait:.0%} of the time waiting "
-                        "for them".format(**self.line))
-            if self.process.device.type == "cuda":
-                said.append(f"{self.line['memory_gib']:.1f} GiB on the GPU")
-        if self.best:
-            scores = [f"{name} {value:.2f}%" for name, value in self.best.items()]
-            said.append("best " + ", ".join(scores))
-        self.say(f"{self.folder}: {'; '.join([*said, *what])}")
-        self.held.close()
-        return self.best
-
-
-def save_whole(state: dict, path: Path):
-    """Writes a checkpoint, and returns when it is on the disk."""
-    with open(path, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+    def report(self, done: int):
+        """Prints the last line of a run."""
+        said = [f"step {done} of {self.total}",
+                "{images_per_second:.0f} images/s, {loader_wait:.0%} of the time waiting for them"
+                .format(**self.line)]
+        if self.process.device.type == "cuda":
+            said.append(f"{self.line['memory_gib']:.1f} GiB on the GPU")
+        said += [f"best {name} {value:.2f}%" for name, value in self.best.items()]
+        if done < self.last:
+            name = signal.Signals(self.signal).name if self.signal else "a signal"
+            said.append(f"stopped by {name}, and the same command resumes")
+        self.say(f"{self.folder}: {'; '.join(said)}")
 
 
 def finite(state) -> bool:
@@ -382,20 +235,3 @@ def rounded(value):
     """Nested lists and dicts with six digits of each number; JSON has no NaN, so None for it."""
     return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"),
                       parse_constant=lambda text: None)
-
-
-def digest_input(name: str) -> str:
-    """What a --teacher or CHECKPOINT is, wherever it lies: a hash of the contents of its file.
-
-    The file may be open_clip's MODEL/FILE, where MODEL counts, too. What names no file, such as
-    a tag or timm/NAME, stands for itself.
-    """
-    model, _, file = name.partition("/")
-    for prefix, path in (("", Path(name)), (f"{model}/", Path(file))):
-        if path.is_file():
-            sha = hashlib.sha256()
-            with open(path, "rb") as opened:
-                while chunk := opened.read(2 ** 24):
-                    sha.update(chunk)
-            return prefix + sha.hexdigest()
-    return name

@@ -4,12 +4,12 @@
         --data /path/to/ADEChallengeData2016
     python segment.py runs/demo/last.pt --data shapes --crop-size 48 --iterations 600 \\
         --warmup-iterations 50      # after sh demo.sh
-
-What most runs change: --data, --out, --classes, --iterations and --recipe.
 """
 
+import argparse
 import itertools
 import os
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,12 +18,13 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as TF
+from tqdm import tqdm
 
 import common
 import data
-import finetune  # segmentation is finetuning with other data, another head and another loss
+import supervised
 from checkpoint import load_checkpoint, load_encoder
-from common import non_negative, positive_int
+from common import UserError, positive_int
 from model import IMAGENET_MEAN, ViT
 
 # the release's configuration of mmsegmentation: the auxiliary head's loss and its width
@@ -31,7 +32,7 @@ AUXILIARY_WEIGHT = 0.4
 AUXILIARY_WIDTH = 256
 
 
-def parse_args(argv: list[str] | None = None):
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = common.make_parser(__doc__, "CHECKPOINT ")
     group = parser.add_argument_group("segmentation")
     group.add_argument("checkpoint", metavar="CHECKPOINT",
@@ -39,23 +40,18 @@ def parse_args(argv: list[str] | None = None):
     group.add_argument(
         "--crop-size", type=positive_int, default=512,
         help="pixels a side of training crops and of evaluation windows, whose stride is 2/3 of it")
+    group.add_argument("--classes", type=positive_int,
+                       help="number of classes (default: ADE20K's 150, or 11 of shapes)")
     group.add_argument(
-        "--classes", type=positive_int,
-        help="classes of the annotations, numbered from 1; 0 is ignored (default: ADE20K's 150, or "
-             "11 of shapes)")
+        "--zero-is-class", action="store_true",
+        help="annotations count classes from 0, and 255 is ignored, as in Cityscapes and VOC; "
+             "without it, they count from 1, and 0 is ignored, as in ADE20K")
     group.add_argument("--width", type=positive_int, default=768, help="channels of UperNet")
-    common.add_run_flags(parser, batch_size=16, lr=8e-5, min_lr=0.0, weight_decay=0.05,
-                         clip_grad=0.0)
-    group = parser.add_argument_group("length")
-    group.add_argument("--iterations", type=positive_int, default=160_000,
-                       help="length of the run, in steps")
-    group.add_argument("--warmup-iterations", type=non_negative,
-                       help="steps of linear warm-up (default: 1500/160000 of --iterations)")
-    group.add_argument("--save-every", type=positive_int, default=8000,
-                       help="steps between evaluations")
-    finetune.add_transfer_flags(parser, layer_decay=0.85)
-    parser.set_defaults(warmup_share=1500 / 160_000)
-    return common.parse_run(parser, argv, "segment")
+    common.add_train_flags(parser, "segment", batch_size=16, lr=8e-5, min_lr=0.0,
+                           weight_decay=0.05, clip_grad=0.0)
+    common.add_length_flags(parser, "iterations", length=160_000, warmup=1500, save_every=8000)
+    supervised.add_transfer_flags(parser, layer_decay=0.85)
+    return common.parse_run(parser, argv)
 
 
 # --------------------------------------------------------------------------------- data
@@ -63,26 +59,29 @@ def parse_args(argv: list[str] | None = None):
 class Scenes(data.Photos):
     """ADE20K's layout: ROOT/images/SPLIT/NAME.jpg and ROOT/annotations/SPLIT/NAME.png.
 
-    `annotation(index)` is uint8 [H, W]: a class for each pixel, from 1 on; 0 is ignored.
+    `annotation(index)` is uint8 [H, W]: a class for each pixel, from 1 on; 0 is ignored. With
+    `zero_is_class`, the files count classes from 0, and 255 is ignored.
     """
 
-    def __init__(self, root: str, split: str):
+    def __init__(self, root: str, split: str, zero_is_class: bool = False):
         images = os.path.join(root, "images", split)
         super().__init__(images, f"--data {root}: no image in {images}; expected ADE20K's layout, "
                          f"images/{split}/*.jpg and annotations/{split}/*.png")
-        names = [os.path.splitext(os.path.relpath(path, images))[0] for path in self.paths]
-        self.annotations = [os.path.join(root, "annotations", split, f"{name}.png")
+        names = (os.path.relpath(self.path(i), images) for i in range(len(self)))
+        self.annotations = [Path(root, "annotations", split, name).with_suffix(".png")
                             for name in names]
+        self.zero_is_class = zero_is_class
 
     def annotation(self, index: int) -> Tensor:
         try:
             picture = Image.open(self.annotations[index])
             if picture.mode not in ("L", "P"):
                 raise ValueError(f"mode {picture.mode}; expected one 8-bit class for each pixel")
-            return torch.from_numpy(np.array(picture))
-        except Exception as error:
-            raise common.ReadError(
-                f"cannot read the annotation {self.annotations[index]} ({error})") from error
+            annotation = torch.from_numpy(np.array(picture))
+        except Exception as error:      # Pillow raises many kinds for broken files
+            raise UserError(f"cannot read the annotation {self.annotations[index]} ({error})"
+                            ) from error
+        return annotation + 1 if self.zero_is_class else annotation      # in uint8, 255 becomes 0
 
 
 class EvalScenes(Dataset):
@@ -97,15 +96,16 @@ class EvalScenes(Dataset):
         return len(self.dataset)
 
     def annotation(self, index: int, image: Tensor) -> Tensor:
-        """The annotation uint8 [H, W] of an image [3, H, W]. Raises ReadError."""
+        """The annotation uint8 [H, W] of an image [3, H, W]. Raises UserError."""
         annotation = self.dataset.annotation(index)
-        if annotation.shape != image.shape[1:] or annotation.max() > self.classes:
-            files = getattr(self.dataset, "annotations", None)      # drawn scenes have none
-            name = files[index] if files else index
-            raise common.ReadError(
-                f"the annotation {name} has shape {tuple(annotation.shape)}, its image "
-                f"{tuple(image.shape[1:])}; its classes end at {annotation.max()}, --classes "
-                f"is {self.classes}")
+        name = getattr(self.dataset, "annotations", range(len(self)))[index]      # shapes: no files
+        if annotation.shape != image.shape[1:]:
+            raise UserError(f"the annotation {name} has shape {tuple(annotation.shape)}, its image "
+                            f"{tuple(image.shape[1:])}")
+        if annotation.max() > self.classes:
+            raise UserError(f"--classes {self.classes}: the annotation {name} has class "
+                            f"{annotation.max()}, counted from 1 (without --zero-is-class, 0 is "
+                            "ignored and 1 is the first class)")
         return annotation
 
     def __getitem__(self, index: int) -> dict:
@@ -241,7 +241,7 @@ def feature_blocks(depth: int) -> list[int]:
 
 
 class Segmenter(nn.Module):
-    """images [B, 3, crop, crop] -> UperNet's two logits"""
+    """images [B, 3, crop, crop] in [0, 1] -> UperNet's two logits"""
 
     def __init__(self, encoder: ViT, classes: int, width: int):
         super().__init__()
@@ -251,7 +251,7 @@ class Segmenter(nn.Module):
         self.decoder = UperNet(encoder.dim, classes, width)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        return self.decoder(self.encoder.intermediate(images, self.blocks))
+        return self.decoder(self.encoder.intermediate(data.normalize(images), self.blocks))
 
 
 # --------------------------------------------------------------------------- evaluation
@@ -274,17 +274,18 @@ def sliding_window(model, images: Tensor, classes: int, crop: int, stride: int) 
 
 
 def confusion(predicted: Tensor, annotation: Tensor, classes: int) -> Tensor:
-    """Pixels by true and predicted class, [C, C]: predicted [H, W] from 0, annotation from 1.
+    """Pixels by true and predicted class, [1 + C, C]: annotation [H, W] from 1, predicted from 0.
 
-    0 is ignored.
+    The first row is of the pixels without a label, whose annotation is 0.
     """
-    valid = annotation > 0
-    pairs = (annotation[valid].long() - 1) * classes + predicted[valid]
-    return torch.bincount(pairs, minlength=classes ** 2).view(classes, classes)
+    pairs = annotation.long() * classes + predicted
+    return pairs.flatten().bincount(minlength=(1 + classes) * classes).view(1 + classes, classes)
 
 
 def scores(matrix: Tensor) -> dict[str, float]:
-    """mIoU, mean class accuracy, pixel accuracy in percent; means skip classes without a value."""
+    """mIoU, mean class accuracy, pixel accuracy in percent, of [C, C] pixels by true and predicted
+    class; means skip classes without a value.
+    """
     matrix = matrix.double()
     hit, true, predicted = matrix.diag(), matrix.sum(1), matrix.sum(0)
     iou = hit / (true + predicted - hit)
@@ -293,23 +294,31 @@ def scores(matrix: Tensor) -> dict[str, float]:
             "pixel_accuracy": 100 * (hit.sum() / matrix.sum()).item()}
 
 
-@torch.no_grad()
-def evaluate(model: Segmenter, views: EvalScenes, process: common.Process) -> dict[str, float]:
-    """-> scores over all of `views` and all processes, by sliding windows"""
-    model.eval()
-    process.share_buffers(model)
+def evaluate(model: Segmenter, views: EvalScenes, args, process: common.Process
+             ) -> dict[str, float]:
+    """-> scores over all of `views` and all processes, by sliding windows
+
+    Prints what of the annotations is not in the scores. Raises UserError if that is all of them.
+    """
     crop, classes = views.crop, views.classes
     stride = max(1, round(crop * 341 / 512))
-    matrix = torch.zeros(classes, classes, dtype=torch.long, device=process.device)
-    for batch in data.eval_batches(views, 1, process):
+    matrix = torch.zeros(1 + classes, classes, dtype=torch.long, device=process.device)
+    for batch in data.eval_batches(views, 1, args, process):
         annotation = batch["annotation"][0]
         with process.autocast():
             logits = sliding_window(lambda x: resize(model(x)[0].float(), (crop, crop)),
-                                    data.normalize(batch["image"] / 255), classes, crop, stride)
+                                    batch["image"] / 255, classes, crop, stride)
         predicted = resize(logits, annotation.shape)[0].argmax(0)
         matrix += confusion(predicted, annotation, classes)
-    model.train()
-    return scores(process.sum(matrix))
+    pixels = process.sum(matrix).sum(1)      # of each class, [1 + C]
+    absent = (pixels[1:] == 0).sum().item()
+    if absent == classes:
+        raise UserError(f"--data {args.data}: no pixel of the validation images is labeled")
+    unlabeled = (pixels[0] / pixels.sum()).item()
+    if process.rank == 0 and (unlabeled or absent):
+        tqdm.write(f"val: {unlabeled:.1%} of the pixels are unlabeled, and {absent} of {classes} "
+                   "classes never occur")
+    return scores(matrix[1:])
 
 
 def main(args) -> dict[str, float]:
@@ -319,27 +328,29 @@ def main(args) -> dict[str, float]:
     crop = args.crop_size
     patch_size = checkpoint["encoder"]["patch_size"]
     if crop % patch_size:
-        raise common.UserError(f"--crop-size {crop} is not a multiple of the patch size "
-                               f"{patch_size}")
+        raise UserError(f"--crop-size {crop} is not a multiple of the patch size {patch_size}")
     drawn = args.data in data.DRAWN
     classes = args.classes or (11 if drawn else 150)
     if drawn:
         scenes, val = (data.open_images(args.data, split, crop) for split in ("train", "val"))
     else:
-        scenes, val = (Scenes(args.data, split) for split in ("training", "validation"))
+        scenes, val = (Scenes(args.data, split, args.zero_is_class)
+                       for split in ("training", "validation"))
 
     common.seed_torch(args.seed)
     encoder = load_encoder(checkpoint, crop // patch_size, args.drop_path)
-    finetune.apply_recipe(args, encoder)
+    supervised.apply_recipe(args, encoder)
     segmenter = Segmenter(encoder, classes, args.width).to(process.device)
     if process.world > 1 and process.device.type == "cuda":
         # In place: statistics over all processes' images. Its forward pass makes the host wait.
         nn.SyncBatchNorm.convert_sync_batchnorm(segmenter)
+    if args.compile:
+        encoder.compile_blocks()
 
     def compute_loss(model: nn.Module, batch: dict) -> dict[str, Tensor]:
         target = batch["annotation"].long() - 1                 # -1 is ignored
         with process.autocast():
-            outputs = model(data.normalize(batch["image"] / 255))
+            outputs = model(batch["image"] / 255)
         # means over all pixels, labeled or not, as in mmsegmentation
         main_loss, auxiliary = (
             F.cross_entropy(resize(logits.float(), target.shape[1:]), target, ignore_index=-1,
@@ -348,12 +359,11 @@ def main(args) -> dict[str, float]:
         loss = main_loss + AUXILIARY_WEIGHT * auxiliary
         return {"loss": loss, "main": main_loss, "auxiliary": auxiliary}
 
-    views = TrainScenes(scenes, crop, classes, args.seed)
     val_views = EvalScenes(val, crop, classes)
-    plan = common.make_plan(args, process.world, len(scenes), unit="iterations", decay="linear")
-    return finetune.fit(args, process, plan=plan, model=segmenter, views=views,
-                        val_views=val_views, compute_loss=compute_loss, evaluate=evaluate,
-                        lr_scale=finetune.layerwise_lr(len(encoder.blocks), args.layer_decay))
+    return supervised.fit(args, process, segmenter, TrainScenes(scenes, crop, classes, args.seed),
+                          compute_loss, lambda: evaluate(segmenter, val_views, args, process),
+                          encoder=encoder.config,
+                          lr_scale=supervised.layerwise_lr(len(encoder.blocks), args.layer_decay))
 
 
 if __name__ == "__main__":

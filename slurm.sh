@@ -35,7 +35,7 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec python "$@"' task "$@" \
     | tee "$printed"
 
-# A run that is complete, or whose --max-steps are done, does not print this line.
-if grep -q '^SIGUSR1: ' "$printed"; then
+# A run that is complete, or whose --max-steps are done, does not print this.
+if grep -q 'stopped by \(SIGUSR1\|a signal\)' "$printed"; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

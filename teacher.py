@@ -1,20 +1,22 @@
-"""Frozen teachers, whose tokens are the targets: from open_clip, from timm, or a checkpoint."""
+"""Frozen encoders, as teachers and for evaluation: from open_clip, from timm, or a checkpoint."""
 
+import os
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpoint import TORCHSCRIPT, LoadError, first_line, load_encoder
+from checkpoint import load_encoder, one_line, resize_pos_embed
+from common import UserError
 from model import IMAGENET_MEAN, IMAGENET_STD
 
 
 class Teacher(nn.Module):
     """A frozen model that turns images into tokens: [B, 3, S, S] in [0, 1] -> [B, 1 + N, dim].
 
-    [CLS] comes first. The images may have any size: they are resized to `image_size`, at which
-    the model has as many patches as the student, and normalized by `mean` and `std`.
+    [CLS] comes first. The images may have any size: they are resized to `image_size`, and
+    normalized by the model's own `mean` and `std`.
     """
 
     def __init__(self, image_size: int, dim: int, mean: tuple, std: tuple):
@@ -33,34 +35,38 @@ class Teacher(nn.Module):
 class ClipTeacher(Teacher):
     """CLIP's ViT from open_clip: its tokens after the last block, before `ln_post`.
 
-    `pretrained` is one of open_clip's tags, a file, or "random". `grid` is the number of patches
-    on a side of the student's images.
+    `pretrained` is one of open_clip's tags, a file, or "random".
     """
 
-    def __init__(self, name: str, pretrained: str, grid: int):
+    def __init__(self, name: str, pretrained: str, grid: int | None):
         import open_clip
         config = open_clip.get_model_config(name) or {"vision_cfg": {}}
         # open_clip's ResNets and ConvNeXts, and its ViTs that come from timm, have none
         patch_size = config["vision_cfg"].get("patch_size")
-        if not patch_size:
-            raise ValueError(f"no such file, and {name} is not one of open_clip's own vision "
-                             "transformers")
+        if not patch_size or not pretrained:
+            raise ValueError("no such file, and neither MODEL/PRETRAINED of an open_clip ViT, such "
+                             "as ViT-B-16/openai, nor timm/NAME")
         # OpenAI's weights were trained with QuickGELU. With any other activation, every target
-        # is wrong, and nothing says so. open_clip knows which tags need it. A file needs the name
-        # of a model that has it, such as ViT-B-16-quickgelu.
+        # is wrong, and nothing says so. open_clip knows which tags need it; of a file, the user
+        # has to.
         quick_gelu = open_clip.get_pretrained_cfg(name, pretrained).get("quick_gelu", False)
-        try:
-            visual = open_clip.create_model(
-                name, None if pretrained == "random" else pretrained,
-                force_image_size=grid * patch_size, force_quick_gelu=quick_gelu).visual
-        except Exception as error:
-            # if a download failed, the same weights may be given as a file
-            hint = f" As a file, these weights are {name}-quickgelu/FILE." if quick_gelu else ""
-            reason = TORCHSCRIPT if "TorchScript" in str(error) else first_line(error)
-            raise ValueError(reason + hint) from error
-        preprocess = visual.preprocess_cfg
-        super().__init__(grid * patch_size, visual.conv1.out_channels, preprocess["mean"],
-                         preprocess["std"])
+        visual = open_clip.create_model(name, None if pretrained == "random" else pretrained,
+                                        force_quick_gelu=quick_gelu).visual
+        quick = name.endswith("-quickgelu")
+        other = name.removesuffix("-quickgelu") if quick else f"{name}-quickgelu"
+        if (Path(pretrained).is_file() and other in open_clip.list_models()
+                and os.environ.get("RANK", "0") == "0"):
+            used, instead = ("QuickGELU", "GELU") if quick else ("GELU", "QuickGELU")
+            print(f"{name}/{pretrained} uses {used}; for weights that were trained with {instead}, "
+                  f"give {other}/{pretrained}")
+
+        if grid is not None:
+            position = resize_pos_embed(visual.positional_embedding[None], grid)[0]
+            visual.positional_embedding = nn.Parameter(position.detach())
+        size = grid * patch_size if grid else visual.image_size[0]
+        normalization = visual.preprocess_cfg
+        super().__init__(size, visual.conv1.out_channels, normalization["mean"],
+                         normalization["std"])
         self.visual = visual
 
     def tokens(self, images: Tensor) -> Tensor:
@@ -74,22 +80,21 @@ class ClipTeacher(Teacher):
 class TimmTeacher(Teacher):
     """A ViT from timm: the tokens of its own `forward_features`.
 
-    Register tokens are dropped. If the teacher has no [CLS] token, its pooled output is used
+    Register tokens are dropped. If the model has no [CLS] token, its pooled output is used
     instead. `name` is timm's name of the model, for weights from the Hugging Face Hub, or
     NAME/random.
     """
 
-    def __init__(self, name: str, grid: int):
+    def __init__(self, name: str, grid: int | None):
         import timm
         model = name.removesuffix("/random")
         vit = timm.create_model(model, pretrained=model == name, num_classes=0)
         # of timm's models, plain ViTs have both
         if not (hasattr(vit, "num_prefix_tokens") and hasattr(vit, "set_input_size")):
-            raise ValueError(f"{model} is not a plain vision transformer, as ViT, DeiT, DINOv2 "
-                             "and EVA are")
-        size = grid * vit.patch_embed.patch_size[0]
-        vit.set_input_size(img_size=(size, size))
+            raise ValueError("not a plain vision transformer, as ViT, DeiT, DINOv2 and EVA are")
         config = timm.data.resolve_model_data_config(vit)
+        size = grid * vit.patch_embed.patch_size[0] if grid else config["input_size"][-1]
+        vit.set_input_size(img_size=(size, size))
         super().__init__(size, vit.num_features, config["mean"], config["std"])
         self.vit = vit
 
@@ -104,42 +109,35 @@ class TimmTeacher(Teacher):
 class EncoderTeacher(Teacher):
     """The encoder of any checkpoint that `load_encoder` reads: its tokens after the last norm."""
 
-    def __init__(self, path: str, grid: int):
-        encoder = load_encoder(path, grid=grid)
-        super().__init__(grid * encoder.patch_size, encoder.dim, IMAGENET_MEAN, IMAGENET_STD)
+    def __init__(self, path: str, grid: int | None):
+        encoder = load_encoder(path, grid)
+        super().__init__(encoder.grid * encoder.patch_size, encoder.dim, IMAGENET_MEAN,
+                         IMAGENET_STD)
         self.encoder = encoder
 
     def tokens(self, images: Tensor) -> Tensor:
         return self.encoder(images)[0]
 
 
-def build_teacher(name: str, grid: int) -> Teacher:
-    """The teacher that `--teacher` names, frozen, in eval mode. Raises LoadError.
+def build_teacher(name: str, grid: int | None = None) -> Teacher:
+    """The model of this name, frozen, in eval mode. Raises UserError.
 
     `name` is a checkpoint file, timm/NAME or open_clip's MODEL/PRETRAINED. The first "/" ends
     MODEL, so PRETRAINED may be the path of a file. `grid` is the number of patches on a side of
-    the student's images.
+    its images, a student's for its teacher. By default, images have the model's own size.
     """
+    model, _, pretrained = name.partition("/")
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)      # so that "random" weights are the same every time
             if Path(name).is_file():
                 teacher = EncoderTeacher(name, grid)
-            elif name.startswith("timm/"):
-                teacher = TimmTeacher(name.removeprefix("timm/"), grid)
-            # Nothing behind the "/" is refused: open_clip would make random weights of it.
-            elif "/" in name.rstrip("/") and name[0] not in "./":
-                teacher = ClipTeacher(*name.split("/", 1), grid)
+            elif model == "timm":
+                teacher = TimmTeacher(pretrained, grid)
             else:
-                raise ValueError("no such file, and neither open_clip's MODEL/PRETRAINED, such as "
-                                 "ViT-B-16/openai, nor timm/NAME, such as "
-                                 "timm/vit_base_patch14_dinov2.lvd142m")
-    except LoadError as error:      # its message begins with the path
-        raise LoadError(f"teacher {error}") from error
+                teacher = ClipTeacher(model, pretrained, grid)
+    except UserError:      # of a checkpoint: its message begins with the path
+        raise
     except Exception as error:      # timm and open_clip raise many kinds
-        reason = first_line(error)
-        # timm passes on an error of the Hub's library, and open_clip tells of it in its own
-        if "huggingface_hub" in type(error).__module__ or "download" in reason:
-            reason += " See Nodes without a network in RUNNING.md."
-        raise LoadError(f"teacher {name}: {reason}") from error
+        raise UserError(f"{name}: {one_line(error)}") from error
     return teacher.eval().requires_grad_(False)

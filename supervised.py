@@ -1,0 +1,259 @@
+"""What finetuning, probes and segmentation share: flags, augmentation, recipes and the loop."""
+
+import random
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as TF
+
+import common
+import data
+from common import UserError, fraction, positive
+from model import IMAGENET_MEAN, IMAGENET_STD, ViT
+from run import Run
+
+EVAL_BATCH = 256          # images of one forward pass; any number gives the same scores
+EXPERT_DROPOUT = 0.4
+
+
+# -------------------------------------------------------------------------------- flags
+
+def add_augment_flag(parser):
+    """The flag of finetuning and probes."""
+    group = parser.add_argument_group("supervision")
+    group.add_argument(
+        "--augment", choices=("strong", "plain"), default="strong",
+        help="strong: crops of scale 0.08 to 1, timm's RandAugment, mixup 0.8 or cutmix 1.0, label "
+             "smoothing 0.1 and, in finetuning, random erasing 0.25; plain: as in pretraining")
+
+
+def add_transfer_flags(parser, layer_decay: float):
+    """The flags of finetuning and segmentation."""
+    group = parser.add_argument_group("transfer")
+    group.add_argument(
+        "--recipe", nargs="+", choices=("fr", "fa", "exd", "none"), metavar="R",
+        help="fr: freeze the routers' phi and scale; fa: freeze attention; exd: drop whole experts "
+             "(default: all three for a model with experts, else none)")
+    group.add_argument("--expert-dropout", type=fraction, default=EXPERT_DROPOUT,
+                       help="probability of --recipe exd")
+    group.add_argument("--layer-decay", type=positive, default=layer_decay,
+                       help="factor of the learning rate from each block to the one before it")
+    group.add_argument("--drop-path", type=fraction, default=0.1,
+                       help="stochastic depth of the last block, rising from 0 at the first")
+
+
+# ------------------------------------------------------------------------- augmentation
+
+def rand_augment():
+    """The release's RandAugment, which is timm's, for PIL images.
+
+    It applies two operations, each with probability 0.5 and a magnitude of its own around 9. It
+    draws from the global generators of Python and NumPy.
+    """
+    # imported here, because importing timm takes seconds, and plain augmentation does without
+    from timm.data.auto_augment import rand_augment_transform
+    mean = tuple(round(255 * value) for value in IMAGENET_MEAN)
+    return rand_augment_transform("rand-m9-mstd0.5-inc1", dict(
+        img_mean=mean, interpolation=Image.BICUBIC,
+        magnitude_max=9.99))      # from 10 on, timm posterizes to 0 bits, which Pillow refuses
+
+
+def random_erasing(rng: np.random.Generator, image: Tensor):
+    """timm's random erasing: noise in a box of 2 to 33 % of the area of uint8 [3, S, S], in place.
+
+    The ranges are timm's. The noise is as well, but for clipping to what uint8 can hold.
+    """
+    top, left, h, w = data.random_crop(rng, *image.shape[-2:], scale=(0.02, 1 / 3),
+                                       ratio=(0.3, 1 / 0.3))
+    mean, std = (255 * np.array(x)[:, None, None] for x in (IMAGENET_MEAN, IMAGENET_STD))
+    noise = rng.normal(mean, std, (3, h, w)).clip(0, 255)
+    image[:, top:top + h, left:left + w] = torch.from_numpy(noise)
+
+
+class StrongViews(data.TrainViews):
+    """TrainViews with smaller crops, and RandAugment instead of color jitter. `erase` adds random
+    erasing to a quarter of the images.
+    """
+    scale = (0.08, 1.0)
+
+    def __init__(self, dataset: Dataset, image_size: int, seed: int, erase: bool = False):
+        super().__init__(dataset, image_size, seed)
+        self.erase = erase
+        self.rand_augment = rand_augment()
+
+    def view(self, rng: np.random.Generator, image: Tensor, label: int) -> dict:
+        view = super().view(rng, image, label)
+        random.seed(int(rng.integers(2 ** 32)))
+        np.random.seed(int(rng.integers(2 ** 32)))
+        image = TF.pil_to_tensor(self.rand_augment(TF.to_pil_image(view["image"])))
+        if self.erase and rng.random() < 0.25:
+            random_erasing(rng, image)
+        # no color jitter: its factors are 1
+        return view | dict(image=image, jitter=np.ones_like(view["jitter"]))
+
+
+# ----------------------------------------------------------------------------- transfer
+
+def apply_recipe(args, encoder: ViT):
+    """FR freezes the routers' phi and scale, FA freezes attention, ExD drops experts (Table 4).
+
+    Changes `encoder` in place. Raises UserError if --recipe does not fit it.
+    """
+    moes = [encoder.blocks[i].mlp for i in encoder.moe_blocks]
+    recipe = args.recipe or (["fr", "fa", "exd"] if moes else ["none"])
+    if "none" in recipe and len(recipe) > 1:
+        raise UserError(f"--recipe {' '.join(recipe)}: none excludes the others")
+    if not moes and {"fr", "exd"} & set(recipe):
+        raise UserError(f"--recipe {' '.join(recipe)}: the encoder has no experts")
+    if args.expert_dropout != EXPERT_DROPOUT and "exd" not in recipe:
+        raise UserError(f"--expert-dropout {args.expert_dropout} needs exd in --recipe")
+    for name, parameter in encoder.named_parameters():
+        frozen = (("fr" in recipe and ".mlp.router." in name)
+                  or ("fa" in recipe and ".attn." in name))
+        parameter.requires_grad_(not frozen)
+    if "exd" in recipe:
+        for moe in moes:
+            moe.dropout = args.expert_dropout
+
+
+def layerwise_lr(depth: int, decay: float):
+    """Layer-wise decay of the learning rate -> a function of a parameter's name.
+
+    What follows the last block, such as the final norm and the head, learns at the whole rate, the
+    last block at `decay` times the rate, and each layer below at `decay` times that of the layer
+    above. The embeddings are the lowest layer.
+    """
+    def lr_scale(name: str) -> float:
+        name = name.removeprefix("encoder.")
+        if name.startswith("blocks."):      # experts and routers belong to their block
+            return decay ** (depth - int(name.split(".")[1]))
+        embeddings = "patch_embed", "pos_embed", "cls_token"
+        return decay ** (depth + 1) if name.startswith(embeddings) else 1.0
+    return lr_scale
+
+
+# ----------------------------------------------------------------------- classification
+
+class LinearHead(nn.Linear):
+    """A linear layer on [CLS] or on the mean patch: tokens [B, 1 + N, D] -> logits [B, C]."""
+
+    def __init__(self, dim: int, classes: int, pool: str = "cls", std: float = 0.02):
+        super().__init__(dim, classes)
+        self.pool = pool
+        nn.init.trunc_normal_(self.weight, std=std)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens[:, 0] if self.pool == "cls" else tokens[:, 1:].mean(1))
+
+
+def evaluate(predict, views: data.CenterViews, args, process: common.Process) -> dict[str, float]:
+    """-> top-1 and top-5 accuracy in percent over all of `views` and all processes
+
+    predict: images [B, 3, S, S] in [0, 1] -> logits [B, C]
+    """
+    hits = torch.zeros(2, dtype=torch.long, device=process.device)
+    for batch in data.eval_batches(views, EVAL_BATCH, args, process):
+        with process.autocast():
+            logits = predict(batch["image"] / 255)
+        top = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        correct = top == batch["label"][:, None]
+        hits += torch.stack([correct[:, 0].sum(), correct.sum()])
+    top1, top5 = process.sum(hits).tolist()
+    return {"top1": 100 * top1 / len(views), "top5": 100 * top5 / len(views)}
+
+
+def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dataset, val: Dataset,
+                   image_size: int, *, encoder, features=lambda images: images, erase=False,
+                   lr_scale=lambda name: 1.0) -> dict[str, float]:
+    """Trains a classifier of whole images -> top-1 and top-5 of the best evaluation on `val`
+
+    The logits are model(features(images)), of images [B, 3, S, S] in [0, 1]; `features` is not
+    trained. `erase` adds random erasing to strong augmentation. encoder, lr_scale: see `fit`.
+    """
+    strong = args.augment == "strong"
+    views = (StrongViews(dataset, image_size, args.seed, erase) if strong
+             else data.TrainViews(dataset, image_size, args.seed))
+    val_views = data.CenterViews(val, image_size)
+    classes = len(dataset.classes)
+    mix = v2.RandomChoice([v2.MixUp(alpha=0.8, num_classes=classes),
+                           v2.CutMix(alpha=1.0, num_classes=classes)])
+
+    def compute_loss(model: nn.Module, batch: dict) -> dict[str, Tensor]:
+        images, target = data.augment(batch), batch["label"]
+        if strong:
+            images, target = mix(images, target)      # target [B, C], which sums to 1
+        with process.autocast():
+            with torch.no_grad():
+                inputs = features(images)
+            logits = model(inputs)
+        return {"loss": F.cross_entropy(logits.float(), target,
+                                        label_smoothing=0.1 if strong else 0.0)}
+
+    return fit(args, process, model, views, compute_loss,
+               lambda: evaluate(lambda images: model(features(images)), val_views, args, process),
+               encoder=encoder, lr_scale=lr_scale)
+
+
+# ----------------------------------------------------------------------------- the loop
+
+def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute_loss, evaluate,
+        *, encoder, lr_scale=lambda name: 1.0) -> dict[str, float]:
+    """The loop of finetuning, probes and segmentation -> the scores of the best evaluation
+
+    views: of training images, as `data.TrainViews` are. compute_loss(model, batch) returns
+    metrics, of which "loss" is what the gradient is of. evaluate() returns scores in percent, of
+    which the first decides what the best is. encoder: for the checkpoints, what rebuilds the
+    encoder. lr_scale: see `common.adamw`.
+    """
+    micro_steps, epoch_steps = common.divide(args, process.world, len(views))
+    if "epochs" in args:
+        steps, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
+        last_steps, save_steps, decay = epoch_steps, args.save_every * epoch_steps, "cosine"
+    else:      # segmentation counts in iterations
+        steps, warmup = args.iterations, args.warmup_iterations
+        last_steps, save_steps, decay = args.save_every, args.save_every, "linear"
+    if args.batch_size == process.world * micro_steps and any(
+            isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)) for module in model.modules()):
+        raise UserError("--micro-batch 1: batch normalization needs two images or more")
+
+    optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
+    run = Run(args, process, images=len(views), steps=steps, epoch_steps=epoch_steps,
+              last_steps=last_steps, save_steps=save_steps, encoder=encoder, model=model,
+              optimizer=optimizer, scaler=process.scaler)
+    first = run.resume()
+    parallel = process.parallel(model.train())
+    batches = run.timed(data.train_batches(views, args, process, micro_steps, first, run.last))
+
+    @torch.no_grad()
+    def scores() -> dict[str, float]:
+        if process.world > 1:      # batch normalization's statistics differ between processes
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+        model.eval()
+        result = evaluate()
+        model.train()
+        return result
+
+    for step in run.steps(first):
+        lr = common.learning_rate(step, steps, warmup, args.lr, args.min_lr, decay)
+        common.set_rate(optimizer, lr)
+        common.seed_torch(args.seed, step, process.rank)      # drop path, ExD, mixup
+
+        for micro_step in range(1, micro_steps + 1):
+            batch = next(batches)
+            with process.accumulating(parallel, last=micro_step == micro_steps):
+                metrics = compute_loss(parallel, batch)
+                process.scaler.scale(metrics["loss"] / micro_steps).backward()
+            run.log(metrics)
+
+        run.log(common.optimizer_step(optimizer, process.scaler, args.clip_grad))
+        if run.end_step(step, lr, scores):
+            break
+    return run.best
