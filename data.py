@@ -213,8 +213,9 @@ def center_view(image: Tensor, size: int) -> Tensor:
 def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
     """BEiT's block masking: bool [grid * grid], True for exactly count_masked(grid, ratio) patches.
 
-    Blocks have at least 16 patches of a 14 x 14 grid, in proportion on smaller ones, and their
-    aspect is log-uniform in 0.3 to 1/0.3. Where no more blocks fit, single patches fill up.
+    A block's area is uniform between 16 patches of a 14 x 14 grid, in proportion on smaller ones,
+    and what is missing, which may be less; its aspect is log-uniform in 0.3 to 1/0.3. Where ten
+    blocks in a row do not fit, single patches fill up.
     """
     missing = count_masked(grid, ratio)
     smallest = max(1, round(16 * min(1, grid ** 2 / 14 ** 2)))
@@ -224,12 +225,12 @@ def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
     while missing and failures < 10:
         numbers = numbers or rng.random((32, 4)).tolist()      # one call takes less time than 32
         share, tilt, y, x = numbers.pop()      # each in [0, 1)
-        area = smallest + share * max(0, missing - smallest)
+        area = smallest + share * (missing - smallest)
         aspect = 0.3 ** (2 * tilt - 1)
         h = round(math.sqrt(area * aspect))
         w = round(math.sqrt(area / aspect))
         failures += 1
-        if h * w >= smallest and h <= grid and w <= grid:
+        if h < grid and w < grid:
             top = int(y * (grid - h + 1))
             left = int(x * (grid - w + 1))
             block = mask[top:top + h, left:left + w]

@@ -1,7 +1,6 @@
 """The tests, as statements about the method. CPU, no network: `python -m pytest -q`
 
-Sections follow the files, from model.py to plot.py, then README. Those of experiments/ are in
-experiments/test_experiments.py.
+Sections follow the files, from model.py to plot.py, then the pages.
 """
 
 import argparse
@@ -1235,13 +1234,52 @@ def test_block_masks_have_exact_counts_and_reach_every_patch(grid, ratio):
         assert abs(share - flipped).max() < 0.25
 
 
-def test_blocks_are_as_often_wide_as_high():
-    """Their aspect is log-uniform: pairs of masked neighbors lie across as often as along."""
-    rng = np.random.default_rng(0)
-    masks = np.array([data.block_mask(rng, 14, 0.2) for _ in range(3000)]).reshape(-1, 14, 14)
-    across = (masks[:, :, 1:] & masks[:, :, :-1]).sum(dtype=float)
-    along = (masks[:, 1:] & masks[:, :-1]).sum(dtype=float)
-    assert across / along == pytest.approx(1, abs=0.015)
+def beit_mask(rng, grid, count, smallest):
+    """BEiT's MaskingGenerator in plain words, with random patches for what it leaves missing."""
+    masked = set()
+    placed = True
+    while placed and len(masked) < count:
+        placed = False
+        for _ in range(10):
+            area = rng.uniform(smallest, count - len(masked))      # also where that is less
+            aspect = math.exp(rng.uniform(math.log(0.3), -math.log(0.3)))
+            h, w = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if h < grid and w < grid:
+                top, left = rng.randint(0, grid - h), rng.randint(0, grid - w)
+                block = {(top + y, left + x) for y in range(h) for x in range(w)}
+                if 0 < len(block - masked) <= count - len(masked):
+                    masked |= block
+                    placed = True
+                    break
+    single = sorted({*np.ndindex(grid, grid)} - masked)
+    masked |= set(rng.sample(single, count - len(masked)))
+    mask = np.zeros((grid, grid), dtype=bool)
+    mask[tuple(zip(*masked))] = True
+    return mask
+
+
+def looks(mask):
+    """What a random mask is like: how often the middle, the corners, the edges, pairs of neighbors
+    and whole rows and columns are masked, and the share of single patches.
+    """
+    middle, last = len(mask) // 2, len(mask) - 1
+    around = np.pad(mask, 1)
+    alone = mask & ~(around[2:, 1:-1] | around[:-2, 1:-1] | around[1:-1, 2:] | around[1:-1, :-2])
+    return (mask[middle, middle], mask[::last, ::last].mean(), mask[::last].mean(),
+            mask[:, ::last].mean(), (mask[1:] & mask[:-1]).mean(),
+            (mask[:, 1:] & mask[:, :-1]).mean(), mask.all(0).any(), mask.all(1).any(),
+            alone.sum() / mask.sum())
+
+
+@pytest.mark.parametrize("grid, ratio, smallest", (
+    (14, 0.4, 16), (28, 0.1, 16), (7, 0.4, 4), (3, 0.4, 1)))
+def test_block_masks_are_as_beit_draws_them(grid, ratio, smallest):
+    ours, theirs = np.random.default_rng(0), random.Random(0)
+    count = int(ratio * grid ** 2)
+    ours = [looks(data.block_mask(ours, grid, ratio).reshape(grid, grid)) for _ in range(2000)]
+    theirs = [looks(beit_mask(theirs, grid, count, smallest)) for _ in range(2000)]
+    error = np.sqrt((np.var(ours, 0) + np.var(theirs, 0)) / 2000)      # of the difference
+    assert (abs(np.mean(ours, 0) - np.mean(theirs, 0)) < 4 * error + 1e-9).all()
 
 
 PICTURE = np.stack([np.mgrid[0:64, 0:80][0] * 3, np.mgrid[0:64, 0:80][1] * 3,
