@@ -77,7 +77,11 @@ class GradNorm(ObjectiveWeights):
         self.observed.append(torch.stack(rows) / scale)
 
     def update(self):
-        means = batch_mean(self.observed)
+        means = torch.stack(self.observed).mean(0)      # over micro-batches, and over processes
+        self.observed = []
+        if dist.is_initialized():
+            dist.all_reduce(means)
+            means /= dist.get_world_size()
         losses, norms = means[:, 0], means[:, 1:].norm(dim=1)
         unknown = (self.first == 0) & losses.isfinite()
         self.first.copy_(torch.where(unknown, losses, self.first))
@@ -88,13 +92,3 @@ class GradNorm(ObjectiveWeights):
         changed = (self.weights - change).clamp_min(1e-3)      # ours: no weight becomes negative
         changed = changed * len(changed) / changed.sum()
         self.weights = torch.where(changed.isfinite().all(), changed, self.weights)
-
-
-def batch_mean(observed: list[Tensor]) -> Tensor:
-    """The mean over micro-batches and processes. Empties the list."""
-    mean = torch.stack(observed).mean(0)
-    observed.clear()
-    if dist.is_initialized():
-        dist.all_reduce(mean)
-        mean /= dist.get_world_size()
-    return mean

@@ -150,13 +150,6 @@ class Folder(Photos):
                        "classes")
 
 
-class Food(Food101):
-    """Food-101, whose images are read as those of folders are."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return read_image(self._image_files[index]), self._labels[index]
-
-
 def open_images(data: str, split: str, image_size: int, labels: bool = True) -> Dataset:
     """The set that `--data` names, of `split` "train" or "val". Raises UserError.
 
@@ -167,8 +160,9 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
     if data in DOWNLOADED:
         try:
             if data == "cifar10":
-                return CIFAR10("data", split == "train", TF.pil_to_tensor)
-            return Food("data", "train" if split == "train" else "test")
+                return CIFAR10("data", split == "train", transform=TF.pil_to_tensor)
+            return Food101("data", "train" if split == "train" else "test",
+                           transform=TF.pil_to_tensor)
         except RuntimeError as error:
             raise UserError(
                 f"--data {data} is not in data/, and this downloads it: python -c \"import "

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import common
 import data
-from checkpoint import load_checkpoint
 from common import UserError, positive, positive_int
 from teacher import Teacher, build_teacher
 
@@ -96,7 +95,7 @@ def main(args) -> list[float]:
     of_file = Path(args.encoders[0]).is_file()
     out = Path(args.out or (Path(args.encoders[0]).parent if of_file else "runs/knn"))
 
-    @functools.cache      # encoders of one image size share it
+    @functools.cache      # to list a million images takes a while, and epochs share them
     def views(split: str, image_size: int) -> data.CenterViews:
         return data.CenterViews(data.open_images(args.data, split, image_size), image_size)
 
@@ -110,10 +109,9 @@ def main(args) -> list[float]:
             encoder.compile()
         results[name] = accuracy(name, encoder, train, val, args, process)
         if process.rank == 0:
-            file = load_checkpoint(name) if Path(name).is_file() else {}
-            row = {"encoder": name, "step": file.get("step"), "epoch": file.get("epoch"),
-                   "data": args.data, "k": args.k, "temperature": args.temperature,
-                   "top1": results[name]}
+            row = {"encoder": name, "step": getattr(encoder, "step", None),
+                   "epoch": getattr(encoder, "epoch", None), "data": args.data, "k": args.k,
+                   "temperature": args.temperature, "top1": results[name]}
             out.mkdir(parents=True, exist_ok=True)
             with open(out / "knn.jsonl", "a") as log:
                 log.write(json.dumps(row) + "\n")

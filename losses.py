@@ -57,26 +57,27 @@ def routed_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
     """Eq. 5, the heart of the paper: a weighted mean over each image's patches.
 
     patch_loss [B, N], weight [B, N] >= 0 -> scalar, the mean over images. In each image, at
-    least one weight must be above zero. Dispatch weights learn from it: a patch whose loss is
-    above its image's weighted mean loses weight, and one whose loss is below gains. Dividing
-    by the sum keeps the router from shrinking all weights to make the loss small.
+    least one weight must be above zero. The gradient on the weights takes from a patch whose
+    loss is above its image's weighted mean, and gives to one whose loss is below. Dividing by the
+    sum keeps the router from shrinking all weights to make the loss small.
     """
     return ((weight * patch_loss).sum(1) / weight.sum(1)).mean()
 
 
-def patch_weights(weights: Tensor, expert: int, detach: bool = False, prefix: int = 1) -> Tensor:
+def patch_weights(dispatch: Tensor, expert: int = 0, detach: bool = False,
+                  prefix: int = 1) -> Tensor:
     """The coupling: how much each patch counts in the loss that belongs to `expert`.
 
-    weights [B, T, E], a router's dispatch weights or, in an ablation of the paper, its
-    combine weights -> weights [B, T - prefix], without the first `prefix` tokens, such as [CLS] and
-    registers, which have no patch loss. Detached weights still weight the loss, but send the
-    router no gradient: this is the paper's main ablation. The router then learns from the experts'
-    outputs and from the regularizer alone.
+    dispatch [B, T, E], a router's -> [B, T - prefix], without the first `prefix` tokens, such as
+    [CLS] and registers, which have no patch loss. Where only some patches have a loss, multiply by
+    their mask [B, N]. Detached weights still weight the loss, but send the router no gradient:
+    this is the paper's main ablation. The router then learns from the experts' outputs and from
+    the regularizer alone. In another ablation, combine weights take the place of `dispatch`.
     """
     # 1e-30 avoids 0 / 0 when [CLS], for example, has all the weight: the selected patches then
     # count alike. It is far below any weight that matters, and far above the smallest normal
     # float32, 1e-38.
-    weight = weights[:, prefix:, expert] + 1e-30
+    weight = dispatch[:, prefix:, expert] + 1e-30
     return weight.detach() if detach else weight
 
 
@@ -142,17 +143,19 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     targets = targets.float()
     masked = mask.float()
     losses = {}
-    scores = {}      # {objective: (patch losses [B, N], selected [B, N], expert or None)}
+    patch_losses = {}      # {objective: (losses [B, N], selected [B, N], expert or None)}
     if "token" in objectives:
         patch_targets = targets[:, 1:]
         if not dense:
             patch_targets = patch_targets.take_along_dim(pred.ids_keep[..., None], dim=1)
         patch_loss = token_loss(tokens[:, 1:], patch_targets)
-        scores["token"] = patch_loss, masked if dense else torch.ones_like(patch_loss), 0
+        selected = masked if dense else torch.ones_like(patch_loss)
+        patch_losses["token"] = patch_loss, selected, 0
     if "cls" in objectives:
         losses["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
     if "pixel" in objectives:
-        scores["pixel"] = pixel_loss(pred.pixels.float(), images), masked, 1 if dense else None
+        patch_loss = pixel_loss(pred.pixels.float(), images)
+        patch_losses["pixel"] = patch_loss, masked, 1 if dense else None
 
     # The mean of each patch loss, weighted by its expert (Eq. 5).
     if loss_block is None:
@@ -163,17 +166,17 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         weights["dispatch"] = torch.stack([routing.dispatch for routing in routings])
         weights["combine"] = torch.stack([routing.combine for routing in routings])
     metrics = {}
-    for name, (patch_loss, selected, expert) in scores.items():
-        unweighted = routed_mean(patch_loss, selected)
-        losses[name] = unweighted
-        if routings and expert is not None and loss_weights != "uniform":
-            weight = patch_weights(weights[loss_weights].mean(0), expert, detach)
-            if loss_weights == "combine":      # not normalized: a router can make the loss vanish
-                losses[name] = routed_mean(weight * patch_loss, selected)
-            else:
-                losses[name] = routed_mean(patch_loss, weight * selected)
-            metrics[f"{name}_unweighted"] = unweighted
-            metrics[f"{name}_ratio"] = losses[name] / unweighted
+    for name, (patch_loss, selected, expert) in patch_losses.items():
+        unweighted = losses[name] = routed_mean(patch_loss, selected)
+        if not routings or expert is None or loss_weights == "uniform":
+            continue
+        weight = patch_weights(weights[loss_weights].mean(0), expert, detach)
+        if loss_weights == "combine":      # not normalized: a router can make the loss vanish
+            losses[name] = routed_mean(weight * patch_loss, selected)
+        else:
+            losses[name] = routed_mean(patch_loss, weight * selected)
+        metrics[f"{name}_unweighted"] = unweighted
+        metrics[f"{name}_ratio"] = losses[name] / unweighted
 
     # What regularizes the router: the entropy (Eq. 6 and 7), and the importance loss.
     regularizer = targets.new_zeros(())

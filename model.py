@@ -50,7 +50,7 @@ class Router(nn.Module):
     x [B, T, D] -> weights [B, T, E], in float32 even if x has half precision.
     """
 
-    def __init__(self, dim: int, experts: int):
+    def __init__(self, dim: int, experts: int = 1):
         super().__init__()
         self.phi = nn.Parameter(torch.empty(dim, experts))   # what each expert looks for
         self.scale = nn.Parameter(torch.ones(()))            # 1 / temperature of the softmaxes
@@ -212,44 +212,28 @@ class ViT(nn.Module):
         init_weights(self)
 
     def forward(self, images: Tensor, ids_keep: Tensor | None = None, mask: Tensor | None = None,
-                mask_token: Tensor | None = None, states: list[Tensor] | None = None
-                ) -> tuple[Tensor, dict[int, Routing]]:
+                mask_token: Tensor | None = None) -> tuple[Tensor, dict[int, Routing]]:
         """images [B, 3, S, S] -> (tokens [B, T, D] after the norm, {MoE block: its Routing}).
 
         Sparse encoding: only the patches whose indices are in ids_keep, int64 [B, V], are
         processed, in that order. Dense encoding: all patches are processed, and mask_token
-        [1, 1, D] replaces those where mask, bool [B, N], is True. If given, the list `states`
-        receives the tokens [B, T, D] that enter each block, and then the last block's output.
+        [1, 1, D] replaces those where mask, bool [B, N], is True.
         """
         x = self.embed(images, ids_keep, mask, mask_token)
         routings = {}
         for i, block in enumerate(self.blocks):
-            if states is not None:
-                states.append(x)
             if self.recompute:
                 x, routing = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
             else:
                 x, routing = block(x)
             if routing is not None:
                 routings[i] = routing
-        if states is not None:
-            states.append(x)
         return self.norm(x), routings
 
     def compile_blocks(self):
         """Lets torch.compile compile each block, in place: few graphs serve all of them."""
         for block in self.blocks:
             block.compile()
-
-    def intermediate(self, images: Tensor, blocks: list[int]) -> list[Tensor]:
-        """The patch tokens after each of `blocks`, which are counted from 0, without the norm.
-
-        [B, 3, S, S] -> maps [B, D, grid, grid]
-        """
-        states = []
-        self(images, states=states)
-        return [states[i + 1][:, 1:].transpose(1, 2).unflatten(2, (self.grid, self.grid))
-                for i in blocks]
 
     def embed(self, images: Tensor, ids_keep: Tensor | None = None, mask: Tensor | None = None,
               mask_token: Tensor | None = None) -> Tensor:

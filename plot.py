@@ -67,7 +67,10 @@ def read_run(folder: str) -> list[dict]:
     knn = {row["epoch"]: {"epoch": row["epoch"], "knn": row["top1"]}
            for row in read_lines(Path(folder, "knn.jsonl"))
            if row["epoch"] is not None and Path(row["encoder"]).parent.name in ("", name)}
-    return [lines[key] for lines in (log, knn) for key in sorted(lines)]
+    lines = [rows[key] for rows in (log, knn) for key in sorted(rows)]
+    if "token" in lines[0]:      # a total that is mostly minus lambda times the entropies
+        lines = [{name: line[name] for name in line if name != "loss"} for line in lines]
+    return lines
 
 
 def read_curve(lines: list[dict], field: str) -> tuple[list[float], list[float]]:
@@ -82,8 +85,6 @@ def draw(runs: dict[str, list[dict]], path: Path):
     """A panel for each of PANELS that a run has, in which each run has its color."""
     from matplotlib.figure import Figure
     logged = set().union(*(line for lines in runs.values() for line in lines))
-    if "token" in logged:      # then the total is mostly minus lambda times the entropies
-        logged.remove("loss")
     panels = [panel for panel in PANELS if logged.intersection(panel[2])]
     columns = min(COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)

@@ -182,7 +182,7 @@ def main(args):
 
     objectives = OBJECTIVES[args.objective]
     lambdas = args.entropy_weight + args.entropy_weight[-1:] * args.experts
-    lambdas = torch.tensor(lambdas[:max(1, args.experts)], device=process.device)
+    lambdas = torch.tensor(lambdas[:args.experts], device=process.device)       # [E]
     coupling = dict(objectives=objectives, loss_block=args.loss_block,          # Eq. 5 to 7
                     loss_weights=args.loss_weights, detach=args.detach, lambdas=lambdas,
                     entropy_on=args.entropy_on, importance_weight=args.importance_weight)

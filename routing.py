@@ -13,9 +13,7 @@ What most runs change: --data, --images, --block, --out. It writes
 Of one or two checkpoints, the pictures show the first eight experts. Of more, they show expert 0,
 whose weights are those of the token loss. "silhouette" says how well tokens are separated by the
 expert that gives them most weight, from -1 to 1; "correlation" is that of expert 0's weights and
-the token loss. If the data set has object masks, "foreground_auc" is the area under the ROC curve
-of an expert's weights as a score for patches on the object: 1 if all of them weigh more than the
-background, 0.5 by chance.
+the token loss.
 """
 
 import argparse
@@ -51,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help=f"images to measure, drawn by --seed; the first {IMAGES} become pictures")
     group.add_argument(
         "--block", type=non_negative_int,
-        help="the MoE block of heatmaps, correlation and foreground (default: the last block whose "
+        help="the MoE block of heatmaps and correlation (default: the last block whose "
              "weights the checkpoint's loss used)")
     group.add_argument("--batch-size", type=positive_int, default=64,
                        help="images of one forward pass")
@@ -82,19 +80,6 @@ def silhouette(features: Tensor, labels: Tensor) -> float:
     b = (sums / sizes).scatter(1, own, math.inf).amin(1)
     s = (b - a) / torch.maximum(a, b).clamp_min(torch.finfo(a.dtype).tiny)
     return s.where(sizes[labels] > 1, 0).mean().item()
-
-
-def roc_auc(score: Tensor, positive: Tensor) -> float:
-    """The area under the ROC curve: score [M], positive bool [M] -> 0 to 1
-
-    It is the share of pairs of a positive and a negative in which the positive has the higher
-    score. A tie counts half. Without a positive or without a negative, it is NaN.
-    """
-    inside = score[positive]
-    outside = score[~positive].sort().values
-    below = torch.searchsorted(outside, inside)
-    below = below + torch.searchsorted(outside, inside, right=True)
-    return (below.double().mean() / (2 * len(outside))).item()
 
 
 @torch.no_grad()
@@ -136,12 +121,15 @@ def measure(path: str, args, process: common.Process) -> dict:
     batches = data.load(views, order, process, args.workers)
     for batch, chosen in zip(batches, sampled.split(args.batch_size)):
         images = batch["image"] / 255
-        states = []
         with process.autocast():
-            tokens, routings = encoder(data.normalize(images), states=states)
-        for i, routing in routings.items():
-            entering[i].append(states[i][chosen].float())
-            dispatch[i].append(routing.dispatch)
+            x = encoder.embed(data.normalize(images))
+            for i, block in enumerate(encoder.blocks):
+                if i in blocks:
+                    entering[i].append(x[chosen].float())
+                x, routing = block(x)
+                if i in blocks:
+                    dispatch[i].append(routing.dispatch)
+            tokens = encoder.norm(x)
         if teacher:
             pred = F.linear(tokens.float(), head["head.weight"], head["head.bias"])
             losses.append(token_loss(pred[:, 1:], teacher(images)[:, 1:].float()))  # [B, N]
@@ -154,16 +142,16 @@ def measure(path: str, args, process: common.Process) -> dict:
     file = Path(path).resolve()
     numbers = {"checkpoint": path, "name": f"{file.parent.name}/{file.stem}", "block": shown,
                "images": len(indices), "blocks": []}
-    for i, weights in dispatch.items():
-        expert = weights[sampled].argmax(1)
+    for i, of_block in dispatch.items():
+        expert = of_block[sampled].argmax(1)
         numbers["blocks"].append({
             "block": i, "silhouette": silhouette(torch.cat(entering[i]), expert),
             "scale": encoder.blocks[i].mlp.router.scale.item(),
-            "entropy": dispatch_entropy(weights).tolist(),
-            "dispatch_cv": dispatch_cv(weights[:, 1:]).tolist(),
-            "cls_share": weights[:, 0].mean(0).tolist()})
+            "entropy": dispatch_entropy(of_block).tolist(),
+            "dispatch_cv": dispatch_cv(of_block[:, 1:]).tolist(),
+            "cls_share": of_block[:, 0].mean(0).tolist()})
 
-    # What the router of the block that is shown makes of patches, which have losses and masks.
+    # What the router of the block that is shown makes of patches, which have losses.
     weights = dispatch[shown][:, 1:] * sampled.shape[1]                             # [M, N, E]
     points = None
     if teacher:
@@ -171,21 +159,10 @@ def measure(path: str, args, process: common.Process) -> dict:
         points = torch.stack([weights[..., 0][patches], torch.cat(losses)[patches]]).double()
         numbers["correlation"] = torch.corrcoef(points)[0, 1].item()
         points = points.cpu().numpy()
-    if hasattr(dataset, "mask"):
-        inside = foreground(dataset, indices.tolist(), size, encoder.patch_size)    # [M, N]
-        inside = inside.to(process.device)
-        numbers["foreground_auc"] = [roc_auc(weight, inside) for weight in weights.unbind(2)]
     images = torch.stack([views[i]["image"] for i in indices[:IMAGES].tolist()])
     # cloned, because a slice alone would keep the weights of all images in memory
     return dict(numbers=numbers, images=images, weights=weights[:IMAGES].clone().cpu(),
                 points=points)
-
-
-def foreground(dataset, indices: list[int], size: int, patch_size: int) -> Tensor:
-    """The patches of which at least half is on an image's object: bool [M, N]"""
-    masks = torch.stack([dataset.mask(i) for i in indices]).to(torch.uint8)
-    masks = data.center_view(255 * masks, size) / 255                               # [M, S, S]
-    return F.avg_pool2d(masks, patch_size).flatten(1) >= 0.5
 
 
 def find_teacher(checkpoint: dict, grid: int, process: common.Process) -> Teacher | None:
@@ -205,7 +182,7 @@ def report(numbers: dict):
     row, = (row for row in numbers["blocks"] if row["block"] == numbers["block"])
     found = numbers | row
     said = [f"{name} {np.ravel(found[name])[0]:.3f}" for name in (
-        "silhouette", "dispatch_cv", "correlation", "foreground_auc") if name in found]
+        "silhouette", "dispatch_cv", "correlation") if name in found]
     print(f"{numbers['checkpoint']}: block {numbers['block']}, expert 0: {', '.join(said)}")
 
 

@@ -251,7 +251,11 @@ class Segmenter(nn.Module):
         self.decoder = UperNet(encoder.dim, classes, width)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        return self.decoder(self.encoder.intermediate(data.normalize(images), self.blocks))
+        x, maps = self.encoder.embed(data.normalize(images)), []
+        for block in self.encoder.blocks:
+            x, _ = block(x)
+            maps.append(x[:, 1:].mT.unflatten(2, (self.encoder.grid, self.encoder.grid)))
+        return self.decoder([maps[i] for i in self.blocks])
 
 
 # --------------------------------------------------------------------------- evaluation

@@ -1,4 +1,4 @@
-"""A data set that is drawn on the fly, with labels and object masks: nothing to download."""
+"""A data set that is drawn on the fly, with labels and annotations: nothing to download."""
 
 import colorsys
 
@@ -11,10 +11,10 @@ class Shapes:
     """Images of a textured blob on a noisy background. Its hue and texture are its class.
 
     There are five hues and two textures. Each image is a function of (split, index) alone:
-    `shapes[index]` is (uint8 [3, size, size], label), `mask(index)` is bool [size, size] and True
-    on the object, and `annotation(index)` is uint8 [size, size], 1 on the background and 2 to 11
-    on the object, by its class. With `noise`, a line through the middle, in a random direction,
-    halves the background: one half is noise of full contrast.
+    `shapes[index]` is (uint8 [3, size, size], label), and `annotation(index)` is uint8
+    [size, size], 1 on the background and 2 to 11 on the object, by its class. With `noise`, a line
+    through the middle, in a random direction, halves the background: one half is noise of full
+    contrast.
     """
     hues = {"red": 0.0, "yellow": 0.15, "green": 0.35, "blue": 0.6, "purple": 0.8}
     classes = [f"{texture} {hue}" for hue in hues for texture in ("striped", "spotted")]
@@ -33,15 +33,12 @@ class Shapes:
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return torch.from_numpy(self.draw(index)[0]), index % len(self.classes)
 
-    def mask(self, index: int) -> Tensor:
-        return torch.from_numpy(self.draw(index)[1])
-
     def annotation(self, index: int) -> Tensor:
         label = 2 + index % len(self.classes)
-        return torch.where(self.mask(index), label, 1).to(torch.uint8)
+        return torch.from_numpy(np.where(self.draw(index)[1], label, 1).astype(np.uint8))
 
     def draw(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """-> (image, uint8 [3, size, size]; mask of the object, bool [size, size])"""
+        """-> (image, uint8 [3, size, size]; where the object is, bool [size, size])"""
         rng = np.random.default_rng((self.stream, index))
         hue, texture = divmod(index % len(self.classes), 2)
 
@@ -57,7 +54,7 @@ class Shapes:
         phase, wave = rng.uniform(0, 2 * np.pi, 2), rng.uniform(0, 0.2, 2)
         radius = (1 + wave[0] * np.cos(2 * angle + phase[0])
                   + wave[1] * np.cos(3 * angle + phase[1]))
-        mask = np.hypot(dy, dx) < rng.uniform(0.3, 0.55) * radius
+        inside = np.hypot(dy, dx) < rng.uniform(0.3, 0.55) * radius
 
         # its texture, in a random direction: stripes of its color, or white spots on its color
         turn = rng.uniform(0, np.pi)
@@ -74,5 +71,5 @@ class Shapes:
             side = rng.uniform(0, 2 * np.pi)
             half = np.cos(side) * self.x + np.sin(side) * self.y > 0
             image = np.where(half, rng.random(image.shape), image)
-        image = np.where(mask, np.where(pattern, light, dark), image)
-        return (image.clip(0, 1) * 255).astype(np.uint8), mask
+        image = np.where(inside, np.where(pattern, light, dark), image)
+        return (image.clip(0, 1) * 255).astype(np.uint8), inside

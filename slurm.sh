@@ -6,7 +6,7 @@
 #     sbatch slurm.sh finetune.py /shared/a/epoch_0100.pt --out /shared/b
 #     sbatch --nodes=1 slurm.sh knn.py /shared/a/epoch_*.pt
 #
-# Submit it in the repository, with Python's environment active. Two minutes before the time is up,
+# Submit it in the repository, with Python's environment active. Ten minutes before the time is up,
 # Slurm sends SIGUSR1 to all tasks: a stage that trains saves last.pt and stops, and this job puts
 # itself back into the queue. The signal kills knn.py, which has nothing to resume.
 
@@ -15,7 +15,7 @@
 # Tasks times --cpus-per-task are at most a machine's cores. Many sites need --mem, too.
 #SBATCH --time=24:00:00
 #SBATCH --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=12
-#SBATCH --signal=USR1@120 --requeue --open-mode=append --output=explore-%j.log
+#SBATCH --signal=USR1@600 --requeue --open-mode=append --output=explore-%j.log
 # module load python
 # export IMAGENET=/path/to/imagenet
 # export HF_HUB_OFFLINE=1 HF_HOME=/path/to/cache      # no network: see RUNNING.md

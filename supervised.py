@@ -219,9 +219,6 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
     else:      # segmentation counts in iterations
         steps, warmup = args.iterations, args.warmup_iterations
         last_steps, save_steps, decay = args.save_every, args.save_every, "linear"
-    if args.batch_size == process.world * micro_steps and any(
-            isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)) for module in model.modules()):
-        raise UserError("--micro-batch 1: batch normalization needs two images or more")
 
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
     run = Run(args, process, images=len(views), steps=steps, epoch_steps=epoch_steps,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpoint import load_encoder, one_line, resize_pos_embed
+from checkpoint import load_checkpoint, load_encoder, one_line, resize_pos_embed
 from common import UserError
 from model import IMAGENET_MEAN, IMAGENET_STD
 
@@ -110,10 +110,12 @@ class EncoderTeacher(Teacher):
     """The encoder of any checkpoint that `load_encoder` reads: its tokens after the last norm."""
 
     def __init__(self, path: str, grid: int | None):
-        encoder = load_encoder(path, grid)
+        checkpoint = load_checkpoint(path)
+        encoder = load_encoder(checkpoint, grid)
         super().__init__(encoder.grid * encoder.patch_size, encoder.dim, IMAGENET_MEAN,
                          IMAGENET_STD)
         self.encoder = encoder
+        self.step, self.epoch = checkpoint.get("step"), checkpoint.get("epoch")
 
     def tokens(self, images: Tensor) -> Tensor:
         return self.encoder(images)[0]

@@ -72,9 +72,6 @@ for number in STOP_SIGNALS:        # nohup and a script's background jobs ignore
 torch.set_num_threads(1)
 gc.freeze()      # what the imports made is never garbage, so the collector need not look at it
 HERE = Path(__file__).parent
-README = (HERE / "README.md").read_text("utf-8")
-RUNNING = (HERE / "RUNNING.md").read_text("utf-8")
-CONTRIBUTING = (HERE / "CONTRIBUTING.md").read_text("utf-8")
 SCRIPTS = {"pretrain": pretrain, "finetune": finetune, "linear": linprobe, "ep": linprobe,
            "segment": segment, "knn": knn, "routing": routing, "plot": plot}
 QUICK = ["--amp", "off", "--workers", "0"]
@@ -294,19 +291,15 @@ def loopback():
 needs_loopback = pytest.mark.skipif(not loopback(), reason="no network interface is up")
 
 
-def start_two(script, *argvs, machines=1, **variables):
-    """Starts two processes of one group, with the variables that torchrun sets on one machine or
-    on two.
-    """
+def start_two(script, *argvs, **variables):
+    """Starts two processes of one group, with the variables that torchrun sets."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         variables |= dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
                           MASTER_PORT=str(free.getsockname()[1]))
     started = []
     for rank, argv in zip("01", argvs):
-        group, local = (rank, "0") if machines == 2 else ("0", rank)
-        ranks = dict(RANK=rank, GROUP_RANK=group, LOCAL_RANK=local)
-        started.append(start(script, *argv, **ranks | variables))
+        started.append(start(script, *argv, RANK=rank, LOCAL_RANK=rank, **variables))
     return started
 
 
@@ -431,18 +424,17 @@ def test_a_soft_moe_takes_the_place_of_the_mlp_in_the_blocks_asked_for():
     vit = nano(experts=2, moe_blocks=[3, 0, 3]).double()
     assert vit.moe_blocks == vit.config["moe_blocks"] == [0, 3]      # in order, and once
     images = randn(2, 3, 32, 32)
-    states = []
-    tokens, routing = vit(images, states=states)
-    assert list(routing) == [0, 3] and torch.equal(tokens, vit.norm(states[4]))
-    for i, (block, x, after) in enumerate(zip(vit.blocks, states, states[1:])):
+    tokens, routing = vit(images)
+    assert list(routing) == [0, 3]
+    x = vit.embed(images)
+    for i, block in enumerate(vit.blocks):
         x = x + 0.1 * block.attn(block.norm1(x))
         y = block.mlp(block.norm2(x))
         if i in routing:
             y, expected = y
             torch.testing.assert_close(routing[i], expected)
-        assert torch.allclose(after, x + 0.1 * y)
-        maps, = vit.intermediate(images, [i])
-        assert torch.equal(maps, after[:, 1:].reshape(2, 4, 4, 96).permute(0, 3, 1, 2))
+        x = x + 0.1 * y
+    torch.testing.assert_close(tokens, vit.norm(x), rtol=1e-5, atol=1e-6)
     for wrong in (dict(experts=2, moe_blocks=[1, 4]), dict(image_size=33)):
         with pytest.raises(ValueError):
             nano(**wrong)
@@ -565,6 +557,8 @@ def test_encoder_is_timms_both_ways():
         ours.blocks[1].attn.qkv.weight.mul_(1.1)
         theirs.load_state_dict(ours.state_dict(), strict=True)
         assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
+    assert timm.data.IMAGENET_DEFAULT_MEAN == model.IMAGENET_MEAN
+    assert timm.data.IMAGENET_DEFAULT_STD == model.IMAGENET_STD
 
 
 def test_the_decoder_puts_every_visible_token_back_where_it_came_from():
@@ -1305,6 +1299,15 @@ def test_a_png_is_a_png_whatever_its_name_and_the_bytes_of_its_name(tmp_path):
         assert (image.permute(1, 2, 0).numpy() == PICTURE).all()
 
 
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_pngs_are_upright(tmp_path, turn):
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    Image.fromarray(PICTURE).save(tmp_path / "x.png", exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(tmp_path / "x.png"))
+    assert torch.equal(data.read_image(tmp_path / "x.png"), TF.pil_to_tensor(upright))
+
+
 def test_16_bits_are_refused_for_they_would_become_white(tmp_path):
     Image.fromarray(PICTURE[..., 0].astype(np.uint16) * 257).save(tmp_path / "x.png")
     with pytest.raises(common.UserError, match="x.png .ValueError: mode I;16"):
@@ -1407,21 +1410,13 @@ def test_torchvisions_sets_are_found_in_data_or_a_line_downloads_them(tmp_path, 
         line = f"import torchvision; torchvision.datasets.{kind}('data', download=True)"
         with pytest.raises(common.UserError, match=re.escape(f'python -c "{line}"')):
             data.open_images(name, "train", 32)
-    monkeypatch.setattr(torchvision.datasets.CIFAR10, "__init__", made := Mock(return_value=None))
-    for split in ("train", "val"):
-        data.open_images("cifar10", split, 32)
-    assert made.mock_calls == [call("data", train, TF.pil_to_tensor) for train in (True, False)]
-
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    root = tmp_path / "data" / "food-101"
-    write_images(root, "images/pie/2.jpg")
-    Image.fromarray(PICTURE).save(root / "images" / "pie" / "1.jpg", exif=turned)
-    (root / "meta").mkdir()
-    for split, name in (("train", "pie/2"), ("test", "pie/1")):
-        (root / "meta" / f"{split}.json").write_text(json.dumps({"pie": [name]}))
-    image, label = data.open_images("food101", "val", 32)[0]      # a photo on its side stands up
-    assert label == 0 and image.shape == (3, PICTURE.shape[1], PICTURE.shape[0])
+    for name, parts in (("cifar10", (True, False)), ("food101", ("train", "test"))):
+        kind = getattr(torchvision.datasets, data.DOWNLOADED[name])
+        monkeypatch.setattr(kind, "__init__", made := Mock(return_value=None))
+        for split in ("train", "val"):
+            data.open_images(name, split, 32)
+        assert made.mock_calls == [call("data", part, transform=TF.pil_to_tensor)
+                                   for part in parts]
 
 
 # ---------------------------------------------------------------- broken images, loaders
@@ -1499,17 +1494,6 @@ def test_loaders_change_no_batch_and_draw_nothing_from_the_generator_of_the_step
         torch.testing.assert_close(batches, expected, rtol=0, atol=0)
         assert loaders[-1].kwargs["num_workers"] == workers
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_processes_evaluate_every_image_once(photos):
-    views = data.CenterViews(data.open_images(photos, "val", 32), 32)
-    args, process = loading(0)
-    process.world = 2
-    seen = []
-    for process.rank in (0, 1):
-        batches = data.eval_batches(views, 3, args, process)
-        seen.append([batch["index"].tolist() for batch in batches])
-    assert seen == [[[0, 1, 2], [6, 7, 8], [12, 13, 14]], [[3, 4, 5], [9, 10, 11], [15]]]
 
 
 @pytest.mark.parametrize("kind", ("shapes", "labels", "photos"))
@@ -1631,12 +1615,14 @@ def test_a_drawn_set_never_changes():
     assert means == pytest.approx([481.0, 499.4, 500.0], rel=1e-3)
 
 
-def test_the_masks_of_shapes_are_their_objects_in_their_colors():
+def test_the_annotations_of_shapes_are_their_objects_in_their_colors():
     train = Shapes("train", 48)
     white = {"striped": [], "spotted": []}
     for index in range(40):                                     # spots are white
         texture, name = train.classes[index % 10].split()
-        mask = train.mask(index)
+        annotation = train.annotation(index)
+        mask = annotation > 1
+        assert annotation.unique().tolist() == [1, 2 + index % 10]
         picture = train[index][0].permute(1, 2, 0) / 255
         spread = picture.amax(2) - picture.amin(2)
         hue = colorsys.rgb_to_hsv(*picture[mask][spread[mask].argmax()].tolist())[0]
@@ -2288,11 +2274,6 @@ def test_drawn_shapes_are_segmented_too_and_evaluated_on_others(stage, monkeypat
     assert (training[0].args[0].stream, evaluation[0].args[0].stream) == (0, 1)
 
 
-@pytest.mark.parametrize("name", ("ep", "segment"))
-def test_batch_normalization_needs_two_images_in_a_forward_pass(stage, capsys, name):
-    assert "--micro-batch 1" in refusal(capsys, name, *stage(name, "--micro-batch 1"))
-
-
 # ----------------------------------------------------- resuming, saving, being stopped
 
 def at_step(monkeypatch, step, action):
@@ -2476,6 +2457,10 @@ def test_the_scale_of_the_loss_goes_on_but_not_in_another_precision(stage, tmp_p
 
 
 def test_kept_checkpoints_hold_the_model_and_what_rebuilds_it(stage, tmp_path):
+    half, _ = train(stage("pretrain", "--save-every 1 --max-steps 3"))
+    assert half["epoch"] == 0.75
+    assert [path.name for path in sorted((tmp_path / "run").glob("*.pt"))] == [
+        "epoch_0000.pt", "last.pt"]
     train(stage("pretrain", "--save-every 1"))
     for epoch in (0, 1, 2):
         kept = checkpoint.load_checkpoint(tmp_path / "run" / f"epoch_000{epoch}.pt")
@@ -2485,15 +2470,16 @@ def test_kept_checkpoints_hold_the_model_and_what_rebuilds_it(stage, tmp_path):
 
 def test_the_best_checkpoint_is_that_of_the_highest_score_also_after_a_restart(
         stage, monkeypatch, tmp_path):
-    scores = iter([dict(top1=50.0, top5=90.0), dict(top1=80.0, top5=85.0),
+    scores = iter([dict(top1=0.0, top5=0.0), dict(top1=50.0, top5=90.0), dict(top1=80.0, top5=85.0),
                    dict(top1=60.0, top5=99.0), dict(top1=80.0, top5=99.0)])
     monkeypatch.setattr(supervised, "evaluate", lambda *args: next(scores))
-    argv = stage("finetune", "--epochs 4 --save-every 1")
-    play("finetune", [*argv, "--max-steps", "8"])
+    argv = stage("finetune", "--epochs 5 --save-every 1")
+    assert play("finetune", [*argv, "--max-steps", "4"])[0] == {"top1": 0.0, "top5": 0.0}
+    play("finetune", [*argv, "--max-steps", "12"])
     best, state, log = play("finetune", argv)
     assert best == state["best"] == {"top1": 80.0, "top5": 85.0}
-    assert [line["top1"] for line in log] == [50.0, 80.0, 60.0, 80.0]      # the first of equals
-    assert checkpoint.load_checkpoint(tmp_path / "run" / "best.pt")["step"] == 8
+    assert [line["top1"] for line in log] == [0.0, 50.0, 80.0, 60.0, 80.0]
+    assert checkpoint.load_checkpoint(tmp_path / "run" / "best.pt")["step"] == 12      # the first
 
 
 # ------------------------------------------------------------ numbers that are not finite
@@ -2514,13 +2500,13 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_nothing_is_lost(stage, monke
 
 def test_updates_without_a_finite_gradient_are_left_out_and_counted(stage, monkeypatch):
     """The losses are finite: the square root of 0 is, but its slope is not."""
-    steps = itertools.count()
+    steps = itertools.count()      # of micro-batches, two of which are a step
 
     def token_loss(pred, target, loss=losses.token_loss):
         zeros = (pred - pred.detach()).mean(-1)
-        return loss(pred, target) + (zeros.sqrt() if next(steps) in (0, 1, 2, 4, 6) else zeros)
+        return loss(pred, target) + (zeros.sqrt() if next(steps) in (1, 3, 5, 9, 13) else zeros)
     monkeypatch.setattr(losses, "token_loss", token_loss)
-    state, log = train(stage("pretrain"))
+    state, log = train(stage("pretrain", "--micro-batch 4"))      # the second of two losses is bad
     assert state["step"] == 8 and run.finite(state)
     assert [line["skipped"] for line in log] == [3, 2]
 
@@ -2588,14 +2574,6 @@ def test_a_line_of_the_log_has_its_fields(stage, monkeypatch, name, flags, field
         assert len(line["objective_weights"]) == objectives
         for vector in ("entropy", "dispatch_cv", "cls_share"):      # of each expert
             assert len(line[vector]) == (3 if "--experts 3" in flags else 2)
-
-
-def test_training_lowers_the_loss(stage):
-    _, log = train(stage("pretrain", "--epochs 5 --lr 4e-3 --drop-path 0"))
-    first, last = log[0], log[-1]
-    assert last["token"] < 0.8 * first["token"] and last["cls"] < 0.5 * first["cls"]
-    total = last["token"] + 0.4 * last["cls"] + last["entropy_loss"]
-    assert last["loss"] == pytest.approx(total, rel=1e-3)
 
 
 def test_the_log_keeps_no_graph_until_its_next_line(stage, monkeypatch):
@@ -2808,17 +2786,19 @@ def test_knn_votes_on_cls_after_the_norm_of_images_as_the_encoder_wants_them(
 
 @needs_loopback
 def test_knn_prints_the_best_and_appends_rows_the_same_in_two_processes(photos, tmp_path, capsys):
-    paths = [write_checkpoint(tmp_path / f"e{experts}.pt", experts=experts)
-             for experts in (0, 2)]
+    (tmp_path / "other").mkdir()
+    paths = [write_checkpoint(tmp_path / "e0.pt"),
+             write_checkpoint(tmp_path / "other" / "e2.pt", experts=2)]
     file = torch.load(paths[1])
     torch.save(file | {"step": 12, "epoch": 3.0}, paths[1])
-    flags = ["--data", photos, "-k", "5", "--batch-size", "5", *QUICK]  # unequal last batches
+    # the largest k, and unequal last batches
+    flags = ["--data", photos, "-k", "32", "--batch-size", "5", *QUICK]
     results = knn.main(knn.parse_args([*paths, *flags]))
     printed = capsys.readouterr().out
     best = paths[results.index(max(results))]
     assert printed.splitlines()[-1] == f"best: {max(results):.2f}%  {best}"
     assert run_two("knn.py", *paths, *flags) == printed
-    rows = [dict(encoder=path, step=step, epoch=epoch, data=photos, k=5, temperature=0.07,
+    rows = [dict(encoder=path, step=step, epoch=epoch, data=photos, k=32, temperature=0.07,
                  top1=top1) for path, step, epoch, top1 in zip(paths, (None, 12), (None, 3.0),
                                                                results)]
     lines = (tmp_path / "knn.jsonl").read_text().splitlines()
@@ -3128,13 +3108,6 @@ def test_the_silhouette_is_that_of_the_definition():
     assert routing.silhouette(torch.zeros_like(features), labels) == 0      # of one point
 
 
-def test_the_area_under_the_curve_counts_ties_half():
-    score = torch.tensor([0.1, 0.4, 0.4, 0.8, 0.2])
-    positive = torch.tensor([False, True, False, True, False])
-    assert routing.roc_auc(score, positive) == pytest.approx(5.5 / 6)      # of six pairs
-    assert math.isnan(routing.roc_auc(score, torch.ones(5, dtype=torch.bool)))
-
-
 def test_json_has_no_word_for_nan():
     found = run.rounded({"a": [math.nan, 1, {"b": math.inf}], "c": "x", "d": 0.1234567})
     assert found == {"a": [None, 1, {"b": None}], "c": "x", "d": 0.123457}
@@ -3215,12 +3188,6 @@ def test_routing_json_equals_numpy_on_the_same_weights(write_student, teacher, m
             assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
 
     weight = seen[1][1].dispatch[:, 1:]
-    flat = weight.flatten(0, 1)
-    masks = [data.center_view(255 * images.mask(i)[None].byte(), 32) for i in chosen]
-    inside = F.avg_pool2d(torch.stack(masks) / 255, 8).flatten() >= 0.5
-    for e in range(3):
-        above = (flat[inside, e][:, None] > flat[~inside, e]).double().mean()
-        assert numbers["foreground_auc"][e] == pytest.approx(above.item(), abs=1e-3)
     state = torch.load(path)["model"]
     predicted = F.linear(x, state["head.weight"], state["head.bias"])
     targets = build_teacher(teacher, 4)(views / 255)
@@ -3316,7 +3283,8 @@ def write_run(tmp_path):
         # twice, a killed run left half of a line, and behind the first, it repeated a step
         (own / "log.jsonl").write_text(
             f'{first}\n{{"step": 8, "lr": 7}}\n{second[:9]}{first}\n{second}\n{second[:9]}')
-        rows = [(own / "last.pt", 2.0, 30.0), (own / "epoch_0001.pt", 1.0, 90.0),
+        rows = [(own / "epoch_0000.pt", 0.0, 10.0), (own / "last.pt", 2.0, 30.0),
+                (own / "epoch_0001.pt", 1.0, 90.0),
                 (f"before_it_was_moved/{name}/epoch_0001.pt", 1.0, 20.0),      # the last counts
                 (tmp_path / "teacher" / "last.pt", 2.0, 5.0), ("vit.pt", None, 6.0)]
         (own / "knn.jsonl").write_text("".join(
@@ -3344,7 +3312,7 @@ def test_each_run_is_drawn_over_epochs_in_a_panel_for_each_quantity_it_has(
         "weighted / unweighted token loss": [("-", "C0", (1, 1), (2, 0.9))],
         "variation of expert 0's weights": [("-", "C0", (1, 0.1), (2, 0.3))],
         "learning rate": [("-", "C0", (1, 1e-3), (2, 1e-3)), ("-", "C1", (1, 1e-3), (2, 1e-3))],
-        "k-NN accuracy": [("-", "C0", (1, 20), (2, 30)), ("-", "C1", (1, 20), (2, 30))]}
+        "k-NN accuracy": [("-", color, (0, 10), (1, 20), (2, 30)) for color in ("C0", "C1")]}
     legend, = figures[0].legends
     assert [text.get_text() for text in legend.get_texts()] == [
         name.replace("$", r"\$") for name in runs]      # $x$ is no mathematics
@@ -3358,7 +3326,7 @@ def test_supervised_runs_have_loss_and_scores(write_run, tmp_path, monkeypatch):
     plot.main(plot.parse_args([".", "--out", str(tmp_path / "new")]))
     figure = pictures.Figure.return_value
     drawn = [line.args[1] for line in figure.add_subplot.return_value.plot.call_args_list]
-    assert drawn == [[2.3, 1.2], [1e-3, 1e-3], [20, 30], [30, 40], [5, 6]]
+    assert drawn == [[2.3, 1.2], [1e-3, 1e-3], [10, 20, 30], [30, 40], [5, 6]]
     figure.savefig.assert_called_with(tmp_path / "new" / "curves.png", dpi=90)
 
 
