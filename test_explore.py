@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import gc
+import importlib
 import itertools
 import json
 import math
@@ -3336,6 +3337,147 @@ def test_plot_says_in_one_line_what_it_misses(write_run, tmp_path, capsys, monke
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     plot.main(plot.parse_args([folder]))
     assert capsys.readouterr().out == "curves.png needs matplotlib: pip install matplotlib\n"
+
+
+# ---------------------------------------------------------------------------- experiments
+
+@pytest.fixture
+def toy_control(monkeypatch, tmp_path):
+    """The control at toy size, with a teacher that is not trained -> (control, its flags)"""
+    control = importlib.import_module("experiments.control")
+    monkeypatch.setattr(control, "SETS", {"shapes-noise": ("noise", 24, 4, 1)})
+    monkeypatch.setattr(control, "SERIES", (("shapes-noise", 1),))
+    monkeypatch.setattr(control, "RUN", [*control.RUN, "--batch-size", "16",
+                                         "--warmup-epochs", "0"])
+
+    def few(source, split, size):
+        dataset = Shapes(split, size, noise=True)
+        dataset.length = {"train": 41, "val": 23}[split]
+        return dataset
+    monkeypatch.setattr(data, "open_images", few)
+
+    def pretend(args):
+        Path(args.out).mkdir(exist_ok=True)
+        write_checkpoint(f"{args.out}/last.pt", image_size=24, patch_size=4)
+        return {"top1": 30.0}
+    monkeypatch.setattr(control.finetune, "main", pretend)
+    flags = ["--images", "36", "--seeds", "3", "--epochs", "1", "--teachers", f"{tmp_path}/teacher",
+             "--out", f"{tmp_path}/rows.jsonl"]
+    return control, flags
+
+
+@torch.no_grad()
+def plain_measure(student, _, teacher, views, bank):
+    """-> the token loss of visible patches that are no noise, and the accuracy of mean patches,
+    image by image
+    """
+    losses, right = [], 0
+    for i in range(len(views)):
+        view = views[0, i]
+        images = data.augment({name: torch.as_tensor(value)[None] for name, value in view.items()})
+        visible = [j for j in range(36) if not view["mask"][j]]
+        tokens = student(normalized(images), torch.as_tensor(view["mask"])[None]).tokens[0, 1:]
+        targets = F.layer_norm(teacher(images)[0, 1:], (96,))
+        losses += [F.huber_loss(token, targets[j]).item() for token, j in zip(tokens, visible)
+                   if not view["noise"][j]]
+
+    def feature(image):
+        tokens, _ = student.encoder(normalized(data.center_view(image, 24)[None] / 255))
+        return F.normalize(tokens[0, 1:].mean(0), dim=0)
+    known = torch.stack([feature(image) for image, _ in bank.rows])
+    for image, label in views.dataset.rows:
+        votes = torch.zeros(10)
+        for cosine, at in zip(*(known @ feature(image)).topk(20)):
+            votes[bank.rows[at][1]] += (cosine / 0.07).exp()
+        right += votes.argmax().item() == label
+    return np.mean(losses), 100 * right / len(views)
+
+
+def test_each_arm_of_the_control_is_a_row_with_its_loss_on_clean_targets(toy_control, monkeypatch,
+                                                                         capsys):
+    control, flags = toy_control
+    measured = spy(monkeypatch, control, "measure")
+    options = control.parse_args(flags)
+    control.main(options)
+    rows = control.read_rows(options.out)
+    assert [row["arm"] for row in rows] == list(control.ARMS)
+    assert len({row["loss"] for row in rows}) == len(rows)
+    control.main(options)      # which has nothing left to do
+    assert control.read_rows(options.out) == rows
+
+    loss, top1 = plain_measure(*measured[3].args)      # of "routed-0.5"
+    assert rows[3]["loss"] == pytest.approx(loss, rel=1e-4)
+    assert rows[3]["knn"] == pytest.approx(top1, rel=1e-4)
+
+
+def test_a_teacher_that_did_not_learn_ends_its_seed_with_one_line(toy_control, monkeypatch, capsys):
+    control, flags = toy_control
+    monkeypatch.setattr(control.finetune, "main", lambda args: {"top1": 29.9})
+    options = control.parse_args(flags)
+    control.main(options)
+    assert len(capsys.readouterr().out.splitlines()) == 1 and not options.out.exists()
+
+
+@pytest.mark.parametrize("arm", ("unweighted-0.5", "oracle-0.5", "softmin-0.1", "routed-0.1"))
+def test_an_arm_is_its_weights_and_the_entropy_of_its_lambda(arm):
+    control = importlib.import_module("experiments.control")
+    torch.manual_seed(2)
+    keep = torch.tensor([[0, 2, 3], [1, 3, 4]])
+    dispatch = torch.rand(2, 4, 2).softmax(1).double()
+    pred = model.Prediction(torch.randn(2, 4, 7).double(), None,
+                            {1: None, 3: model.Routing(dispatch, None)}, keep)
+    targets = torch.randn(2, 6, 7).double()
+    planted = torch.tensor([[0, 1, 1, 0, 0], [0, 0, 1, 1, 0]]).bool()
+    kind, lambda_ = arm.split("-")
+    total = 0
+    for b in range(2):
+        cost = [F.huber_loss(pred.tokens[b, 1 + v], F.layer_norm(targets[b, 1 + i], (7,)))
+                for v, i in enumerate(keep[b])]
+        spread = torch.stack(cost).std()
+        weight = {"unweighted": [1, 1, 1], "oracle": [1 - planted[b, i].item() for i in keep[b]],
+                  "softmin": [(-c / spread).exp() for c in cost],
+                  "routed": dispatch[b, 1:, 0]}[kind]
+        total += sum(w * c for w, c in zip(weight, cost)) / sum(weight) / 2
+        total += float(lambda_) * (dispatch[b] * dispatch[b].log()).sum() / 2
+    loss = control.compute_loss(arm, pred, targets, planted)
+    assert loss.item() == pytest.approx(total.item(), rel=1e-9)
+
+
+def test_planted_tokens_are_random_with_the_teachers_mean_and_deviation():
+    control = importlib.import_module("experiments.control")
+    teacher = lambda images: torch.arange(7.0) * torch.randn(len(images), 10, 7) + 3  # noqa: E731
+    views = {(0, i): {"image": torch.zeros(3, 6, 6, dtype=torch.uint8)} for i in range(512)}
+    planting = control.Planting("random", teacher, views, 5, torch.device("cpu"))
+    targets = torch.full((300, 10, 7), 50.0)
+    changed, planted = planting(targets, torch.zeros(300, 9).bool())
+    assert planted.sum(1).tolist() == [4] * 300      # 40 % of 9
+    assert (changed[:, 0] == 50).all() and (changed[:, 1:][~planted] == 50).all()
+    assert torch.allclose(changed[:, 1:][planted].mean(0), torch.full((7,), 3.0), atol=0.6)
+    assert torch.allclose(changed[:, 1:][planted].std(0), torch.arange(7.0), atol=0.5)
+    again, _ = planting(targets, planted)
+    assert not torch.equal(again, changed)
+    noise = torch.rand(300, 9) < 0.3
+    planting.how = "noise"
+    assert torch.equal(planting(targets, noise)[1], noise)
+
+
+def test_the_controls_table_compares_arms_seed_by_seed(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    control = importlib.import_module("experiments.control")
+    monkeypatch.setattr(control, "SERIES", (("cifar10", 8),))
+    floor, best = (2.0, 3.0, 4.0), (1.0, 1.0, 1.0)
+    losses = {"unweighted-0.5": floor, "oracle-0.5": best, "softmin-0.5": (1.5, 2.0, 2.5),
+              "routed-0.5": floor, "unweighted-0.1": floor, "routed-0.1": floor}
+    rows = [{"set": "cifar10", "epochs": 8, "seed": seed, "arm": arm, "loss": values[seed],
+             "knn": 40.0 + seed * (arm == "softmin-0.5")}
+            for arm, values in losses.items() for seed in range(3)]
+    found = control.compare(rows, "cifar10", 8, "softmin-0.5")
+    assert found["recovered"] == pytest.approx((0.5, 0))
+    change = np.array([-25, -100 / 3, -37.5])
+    assert found["loss"] == pytest.approx((change.mean(), 4.303 * change.std(ddof=1) / 3 ** 0.5))
+    assert found["knn"] == pytest.approx((1, 4.303 / 3 ** 0.5))
+    control.draw(rows, tmp_path / "x.png")
+    assert "**-31.9 ±" in capsys.readouterr().out and (tmp_path / "x.png").stat().st_size > 0
 
 
 # -------------------------------------------------------------------------------- pages
