@@ -304,7 +304,7 @@ def draw(rows: list[dict], path: Path):
                   f"| {cell(*found['knn'], 1)} | {share} |")
     axis.axhline(0, color="black", linewidth=0.8)
     axis.set_xticks(range(len(groups)), groups)
-    axis.legend()
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(path, dpi=100)
 
 
