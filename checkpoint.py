@@ -18,7 +18,7 @@ from torch import Tensor
 from common import UserError
 from model import ViT
 
-# How names of tensors begin that other repositories save beside an encoder's.
+# Beginnings of the names of tensors that other repositories save beside the encoder's.
 NOT_ENCODER = re.compile(
     r"\w*head|decoder|mask_token|fc_norm|pre_logits|predictor|projector")
 

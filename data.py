@@ -100,9 +100,9 @@ def list_images(folder: str, above: tuple[str, ...] = ()) -> list[str]:
 
 
 class Photos(Dataset):
-    """Images without labels: one file, or all in a folder and in the folders inside it.
+    """Image files: one, or all in a folder and in the folders inside it.
 
-    Their label is 0; with `classes`, which are folders in `root`, it is their place in that list.
+    Their label is 0, or with `classes`, which are folders in `root`, their place in that list.
     Raises UserError with the text `missing` where there is no image.
     """
 
@@ -282,7 +282,8 @@ class TrainViews(CenterViews):
 
 def train_order(count: int, batch_size: int, micro_batch: int, seed: int, first: int,
                 last: int, rank: int = 0, world: int = 1):
-    """Yields the (epoch, index) keys of each micro-batch of one process, from step `first` on.
+    """Yields the (epoch, index) keys of each micro-batch of one process, of the steps from `first`
+    to before `last`.
 
     Each epoch is a permutation of all `count` images, cut into global batches; an incomplete last
     batch is left out. Process r of w takes every w-th image of a batch, so that any w trains on
@@ -330,7 +331,7 @@ def eval_batches(views: Dataset, batch_size: int, args, process: Process, what: 
 
 
 def shield(worker: int):
-    """Keeps the signals from a loader that a run gets, which needs its loaders until it has saved.
+    """Keeps from a loader the signals that a run gets: it needs its loaders until it has saved.
 
     Terminals and torchrun send them to the group of processes, and Slurm sends SIGUSR1 to all.
     """

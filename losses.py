@@ -43,7 +43,7 @@ def patchify(images: Tensor, patch_size: int) -> Tensor:
 def pixel_loss(pred: Tensor, images: Tensor) -> Tensor:
     """Eq. 3 before the mean over patches: squared error, *mean* over pixels.
 
-    pred [B, N, P], images [B, 3, H, W] -> [B, N]; P = 3 * patch_size ** 2 says the size of the
+    pred [B, N, P], with P as in `patchify`, images [B, 3, H, W] -> [B, N]; P says the size of the
     patches. Target patches have zero mean and unit variance (unbiased, plus 1e-6). The paper
     prints the sum over pixels; its values of w_pixel, 1, 0.1 and 0.01, fit the mean.
     """
@@ -57,8 +57,8 @@ def routed_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
     """Eq. 5, the heart of the paper: a weighted mean over each image's patches.
 
     patch_loss [B, N], weight [B, N] >= 0 -> scalar, the mean over images. In each image, at
-    least one weight must be above zero. The gradient on the weights takes from a patch whose
-    loss is above its image's weighted mean, and gives to one whose loss is below. Dividing by the
+    least one weight must be above zero. Its gradient lowers the weight of a patch whose loss
+    is above its image's weighted mean, and raises that of one whose loss is below. Dividing by the
     sum keeps the router from shrinking all weights to make the loss small.
     """
     return ((weight * patch_loss).sum(1) / weight.sum(1)).mean()
@@ -136,7 +136,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
                          f"{1 + mask.shape[1]}")
 
     # What each patch costs (Eq. 1 to 3), which patches count, and which expert weights them. The
-    # token loss is on the patches that a sparse student sees, and that a dense one does not see.
+    # token loss is on visible patches in sparse encoding, and on masked ones in dense encoding.
     # In sparse encoding, the router does not see the patches of the pixel loss.
     dense = pred.ids_keep is None
     tokens = pred.tokens.float()
@@ -144,10 +144,10 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     masked = mask.float()
     losses = {}
     patch_losses = {}      # {objective: (losses [B, N], selected [B, N], expert or None)}
+    patch_targets = targets[:, 1:]
+    if not dense:
+        patch_targets = patch_targets.take_along_dim(pred.ids_keep[..., None], dim=1)
     if "token" in objectives:
-        patch_targets = targets[:, 1:]
-        if not dense:
-            patch_targets = patch_targets.take_along_dim(pred.ids_keep[..., None], dim=1)
         patch_loss = token_loss(tokens[:, 1:], patch_targets)
         selected = masked if dense else torch.ones_like(patch_loss)
         patch_losses["token"] = patch_loss, selected, 0

@@ -45,7 +45,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The rows of a file that may be missing, without those that a killed run wrote by half."""
+    """The rows of a file that may be missing, without those that do not parse."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):

@@ -47,8 +47,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
                        help="stochastic depth of the last block, rising from 0 at the first")
     group.add_argument(
         "--recompute", action="store_true",
-        help="of the encoder's blocks, keep only the inputs for the backward pass, and compute the "
-             "rest again: less memory, slower steps")
+        help="compute the encoder's blocks again in the backward pass: less memory, slower steps")
 
     group = parser.add_argument_group("objective")
     group.add_argument(
@@ -181,7 +180,7 @@ def main(args):
     balance = build_balance(args, student, process)                             # w of Eq. 8
 
     objectives = OBJECTIVES[args.objective]
-    lambdas = args.entropy_weight + args.entropy_weight[-1:] * args.experts
+    lambdas = args.entropy_weight + args.entropy_weight[-1:] * args.experts    # the last repeats
     lambdas = torch.tensor(lambdas[:args.experts], device=process.device)       # [E]
     coupling = dict(objectives=objectives, loss_block=args.loss_block,          # Eq. 5 to 7
                     loss_weights=args.loss_weights, detach=args.detach, lambdas=lambdas,

@@ -115,7 +115,6 @@ def measure(path: str, args, process: common.Process) -> dict:
     sampled = torch.from_numpy(rng.random((len(indices), 1 + encoder.grid ** 2)))
     sampled = (sampled < TOKENS / sampled.numel()).to(process.device)               # bool [M, T]
 
-    # One pass over the images.
     entering, dispatch, losses = {i: [] for i in blocks}, {i: [] for i in blocks}, []
     order = [batch.tolist() for batch in indices.split(args.batch_size)]
     batches = data.load(views, order, process, args.workers)
@@ -138,7 +137,7 @@ def measure(path: str, args, process: common.Process) -> dict:
                             f"with --amp {args.amp}")
     dispatch = {i: torch.cat(parts) for i, parts in dispatch.items()}               # [M, T, E]
 
-    # What each router makes of them. Lists have a number for each expert.
+    # The numbers of each block; lists have one for each expert.
     file = Path(path).resolve()
     numbers = {"checkpoint": path, "name": f"{file.parent.name}/{file.stem}", "block": shown,
                "images": len(indices), "blocks": []}
@@ -282,7 +281,7 @@ def main(args) -> list[dict]:
     process = common.Process(args)
     models = []
     for path in args.checkpoints:
-        models.append(measure(path, args, process))      # only one is in memory
+        models.append(measure(path, args, process))      # one encoder at a time is in memory
         report(models[-1]["numbers"])
     numbers = [model["numbers"] for model in models]
     out = Path(args.out or Path(args.checkpoints[0]).parent)
@@ -295,9 +294,10 @@ def main(args) -> list[dict]:
         known = [model for model in models if model["points"] is not None]
         if known:
             draw_correlation(known, out / "correlation.png")
+        print(f"{out}: pictures")
     except ImportError:
         print("pictures need matplotlib: pip install matplotlib")
-    print(f"{out}: pictures and routing.json")
+    print(f"{out}: routing.json")
     return numbers
 
 

@@ -30,8 +30,8 @@ class Run:
 
     images: how many it trains on. steps: of the whole run. epoch_steps: of an epoch. last_steps:
     between two last.pt. save_steps: between evaluations and kept checkpoints. encoder: what
-    rebuilds the encoder. shown: the fields of the log that the progress bar shows. parts: what a
-    checkpoint consists of, by name, such as model and optimizer.
+    rebuilds the encoder, or the name of a probe's. shown: the fields of the log that the progress
+    bar shows. parts: what a checkpoint consists of, by name, such as model and optimizer.
     """
 
     def __init__(self, args, process: Process, *, images: int, steps: int, epoch_steps: int,
@@ -66,7 +66,7 @@ class Run:
                 self.refuse_changes(state)
                 for name, part in self.parts.items():
                     # the scale of one precision means nothing to another
-                    if name != "scaler" or state["args"]["amp"] == self.args.amp:
+                    if name != "scaler" or state["amp"] == str(self.process.amp):
                         part.load_state_dict(state[name])
                 first, self.best = state["step"], state["best"]
             except UserError:
@@ -97,7 +97,9 @@ class Run:
     # ------------------------------------------------------------------------- the loop
 
     def steps(self, first: int):
-        """Yields the steps to do, with a progress bar. A signal asks the run to stop."""
+        """Yields the steps to do, with a progress bar. From here on, SIGINT, SIGTERM and SIGUSR1
+        ask the run to stop at its next line of the log.
+        """
         def ask(signum, frame):
             self.signal = signum
             if signum == signal.SIGINT:      # a second Ctrl-C leaves at once
@@ -157,7 +159,7 @@ class Run:
         """Appends a line of means over steps and processes to log.jsonl -> whether any process was
         asked to stop. Raises UserError if the loss is not finite.
 
-        In training, this is the only place where the host waits for the device.
+        Apart from saving, this is the only place in training where the host waits for the device.
         """
         steps = len(self.metrics["skipped"])
         means = {name: torch.stack(values).float().mean(0)
@@ -204,7 +206,8 @@ class Run:
             raise UserError(f"step {step}: the model or the optimizer holds a NaN or infinity, "
                             f"and {name} is not written")
         state |= {"encoder": self.encoder, "args": vars(self.args), "images": self.images,
-                  "step": step, "epoch": step / self.epoch_steps, "best": self.best}
+                  "amp": str(self.process.amp), "step": step, "epoch": step / self.epoch_steps,
+                  "best": self.best}
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f"{name}.tmp"
         torch.save(state, temporary)
@@ -232,6 +235,8 @@ def finite(state) -> bool:
 
 
 def rounded(value):
-    """Nested lists and dicts with six digits of each number; JSON has no NaN, so None for it."""
+    """Nested lists and dicts with six digits of each float, and None for NaN and infinity, which
+    JSON does not have.
+    """
     return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"),
                       parse_constant=lambda text: None)

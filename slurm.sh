@@ -1,10 +1,10 @@
 #!/bin/bash
-# A stage on a Slurm cluster, on two machines with four GPUs each if --nodes does not say otherwise:
+# A stage on a Slurm cluster, on one machine with four GPUs if --nodes does not say otherwise:
 #
-#     sbatch --nodes=1 slurm.sh pretrain.py                      # the paper's default run
-#     sbatch slurm.sh pretrain.py --epochs 100 --out /shared/a
-#     sbatch slurm.sh finetune.py /shared/a/epoch_0100.pt --out /shared/b
-#     sbatch --nodes=1 slurm.sh knn.py /shared/a/epoch_*.pt
+#     sbatch slurm.sh pretrain.py --out /shared/a                # the paper's main model
+#     sbatch --nodes=2 slurm.sh pretrain.py --out /shared/a      # on two machines
+#     sbatch slurm.sh finetune.py /shared/a/epoch_0300.pt --out /shared/b
+#     sbatch slurm.sh knn.py /shared/a/epoch_*.pt
 #
 # Submit it in the repository, with Python's environment active. Ten minutes before the time is up,
 # Slurm sends SIGUSR1 to all tasks: a stage that trains saves last.pt and stops, and this job puts
@@ -14,7 +14,7 @@
 # A task for each GPU: for machines with eight, both --ntasks-per-node and --gpus-per-node are 8.
 # Tasks times --cpus-per-task are at most a machine's cores. Many sites need --mem, too.
 #SBATCH --time=24:00:00
-#SBATCH --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=12
+#SBATCH --nodes=1 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=12
 #SBATCH --signal=USR1@600 --requeue --open-mode=append --output=explore-%j.log
 # module load python
 # export IMAGENET=/path/to/imagenet
