@@ -2,7 +2,7 @@
 
 What is random about a training image is a function of (seed, epoch, index), and the order of the
 images of an epoch is one of (seed, epoch). So the numbers of loaders and processes change nothing.
-Loaders decode, crop and resize, and send uint8; the rest happens on the device.
+Loaders send uint8; what is cheaper for a batch, such as color jitter, happens on the device.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from torchvision.transforms.v2 import functional as TF
 from tqdm import tqdm
 
 from common import Process, UserError
-from model import IMAGENET_MEAN, IMAGENET_STD, count_masked
+from model import count_masked
 from shapes import Shapes
 
 BICUBIC = TF.InterpolationMode.BICUBIC
@@ -72,7 +72,7 @@ def print_once(line: str):
     print(line, file=sys.stderr, flush=True)
 
 
-def visible(folder: str) -> list[os.DirEntry]:
+def list_folder(folder: str) -> list[os.DirEntry]:
     """What is in a folder, sorted by name, without hidden files and folders."""
     if not os.path.isdir(folder):
         return []
@@ -90,7 +90,7 @@ def list_images(folder: str, above: tuple[str, ...] = ()) -> list[str]:
     here = os.path.realpath(folder)
     if any(os.path.commonpath([here, other]) == here for other in above):
         return []
-    entries = visible(folder)
+    entries = list_folder(folder)
     paths = [entry.path for entry in entries
              if entry.name.lower().endswith(IMG_EXTENSIONS) and not entry.is_dir()]
     for entry in entries:
@@ -116,7 +116,7 @@ class Photos(Dataset):
             found = [list_images(os.path.join(root, name), above) for name in classes]
         if not any(found):
             raise UserError(missing)
-        # Forked loaders share arrays. Of lists, each loader would soon have its own copy, because
+        # Loaders that are forked share arrays. Of lists, each would soon have its own copy, because
         # to read a Python object is to count a reference in it.
         self.paths = np.array([os.fsencode(path) for paths in found for path in paths], dtype="S")
         self.labels = np.repeat(np.arange(len(found)), [len(paths) for paths in found])
@@ -139,8 +139,8 @@ class Folder(Photos):
 
     def __init__(self, root: str, split: str):
         train, folder = os.path.join(root, "train"), os.path.join(root, split)
-        self.classes = [entry.name for entry in visible(train) if entry.is_dir()]
-        for entry in visible(folder):
+        self.classes = [entry.name for entry in list_folder(train) if entry.is_dir()]
+        for entry in list_folder(folder):
             if entry.is_dir() and entry.name not in self.classes:
                 raise UserError(f"--data {root}: the class {entry.path} is not in {train}")
         super().__init__(folder, f"--data {root}: no image in {folder}/CLASS/", self.classes)
@@ -207,9 +207,9 @@ def center_view(image: Tensor, size: int) -> Tensor:
 def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
     """BEiT's block masking: bool [grid * grid], True for exactly count_masked(grid, ratio) patches.
 
-    A block's area is uniform between 16 patches of a 14 x 14 grid, in proportion on smaller ones,
-    and what is missing, which may be less; its aspect is log-uniform in 0.3 to 1/0.3. Where ten
-    blocks in a row do not fit, single patches fill up.
+    A block's area is uniform between 16 patches (fewer on grids below 14 x 14) and the number that
+    is still missing; its aspect is log-uniform in 0.3 to 1/0.3. Where ten blocks in a row do not
+    fit, single patches fill up.
     """
     missing = count_masked(grid, ratio)
     smallest = max(1, round(16 * min(1, grid ** 2 / 14 ** 2)))
@@ -355,12 +355,3 @@ def augment(batch: dict) -> Tensor:
     images = (mean + contrast * (images - mean)).clamp(0, 1)
     luma = TF.rgb_to_grayscale(images)
     return (luma + saturation * (images - luma)).clamp(0, 1)
-
-
-def normalize(images: Tensor) -> Tensor:
-    """Images [..., 3, H, W] in [0, 1] -> the student's input, in ImageNet's mean and standard
-    deviation.
-    """
-    # numbers instead of tensors, because copying those to a GPU would make the host wait
-    channels = zip(images.unbind(-3), IMAGENET_MEAN, IMAGENET_STD)
-    return torch.stack([(x - mean) / std for x, mean, std in channels], dim=-3)

@@ -18,7 +18,7 @@ import data
 import supervised
 from checkpoint import load_checkpoint, load_encoder
 from common import UserError, positive_int
-from model import PRESETS, ViT, build_vit
+from model import PRESETS, ViT, build_vit, normalize
 from supervised import LinearHead
 
 
@@ -59,7 +59,7 @@ class Classifier(nn.Module):
         self.encoder, self.head = encoder, head
 
     def forward(self, images: Tensor) -> Tensor:
-        tokens, _ = self.encoder(data.normalize(images))      # [B, 1 + N, D]
+        tokens, _ = self.encoder(normalize(images))      # [B, 1 + N, D]
         return self.head(tokens)
 
 

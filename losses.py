@@ -36,7 +36,9 @@ def cls_loss(pred: Tensor, target: Tensor) -> Tensor:
 
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
-    """images [B, 3, H, W] -> [B, N, P], P = 3 * patch_size ** 2 as (channel, y, x)"""
+    """images [B, 3, H, W] -> [B, N, P], P = 3 * patch_size ** 2 as (channel, y, x); MAE's order
+    is (y, x, channel)
+    """
     return F.pixel_unshuffle(images, patch_size).flatten(2).transpose(1, 2).contiguous()
 
 

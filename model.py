@@ -31,6 +31,13 @@ PRESETS = {
 DECODER = dict(dim=512, depth=8, heads=16)      # App. E
 
 
+def normalize(images: Tensor, mean=IMAGENET_MEAN, std=IMAGENET_STD) -> Tensor:
+    """Images [..., 3, H, W] in [0, 1] -> what the model takes: zero mean and unit variance"""
+    # numbers instead of tensors, because copying those to a GPU would make the host wait
+    channels = zip(images.unbind(-3), mean, std)
+    return torch.stack([(x - m) / s for x, m, s in channels], dim=-3)
+
+
 # ----------------------------------------------------------------------------- Soft-MoE
 
 class Routing(NamedTuple):
@@ -287,9 +294,7 @@ class PixelDecoder(nn.Module):
     It is a transformer without experts; DECODER is the paper's size. A mask token stands in for
     masked patches. The position embeddings are learned; those of the authors' release are fixed
     sines and cosines. The paper describes it for sparse encoding alone. In dense encoding, the mask
-    token also replaces the encoder's output at masked patches, which is our choice. Only
-    pretraining uses it: its weights are in the checkpoints of pretraining, and no other stage loads
-    or saves them.
+    token also replaces the encoder's output at masked patches, which is our choice.
     """
 
     def __init__(self, encoder: ViT, dim: int, depth: int, heads: int):
@@ -340,7 +345,7 @@ class Explore(nn.Module):
                  dense: bool = False, pixels: bool = False, decoder: dict = DECODER):
         super().__init__()
         self.encoder, self.dense = encoder, dense
-        self.masked = count_masked(encoder.grid, mask_ratio)
+        self.num_masked = count_masked(encoder.grid, mask_ratio)
         self.head = nn.Linear(encoder.dim, teacher_dim)
         init_weights(self.head)
         self.mask_token = None
@@ -352,15 +357,15 @@ class Explore(nn.Module):
     def forward(self, images: Tensor, mask: Tensor) -> Prediction:
         """images [B, 3, S, S]; mask bool [B, N], True for `masked` patches of each image"""
         # on a GPU, this assertion is the device's, and the host does not wait for it
-        torch._assert_async((mask.sum(1) == self.masked).all(),
-                            f"each image needs {self.masked} masked patches")
+        torch._assert_async((mask.sum(1) == self.num_masked).all(),
+                            f"each image needs {self.num_masked} masked patches")
         ids_keep = None
         if self.dense:
             tokens, routing = self.encoder(images, mask=mask, mask_token=self.mask_token)
         else:
             # A stable sort of 0 (visible) and 1 (masked) puts the visible patches first, in order.
             # App. E shuffles them, which changes nothing: each has its position embedding.
-            visible = mask.shape[1] - self.masked
+            visible = mask.shape[1] - self.num_masked
             ids_keep = mask.int().argsort(dim=1, stable=True)[:, :visible]
             tokens, routing = self.encoder(images, ids_keep)
         pixels = self.decoder(tokens[:, 1:], ids_keep, mask) if self.decoder else None

@@ -17,7 +17,7 @@ import data
 from balance import GradNorm, ObjectiveWeights, RandomLossWeighting
 from common import fraction, non_negative, non_negative_int, positive_int
 from losses import explore_losses
-from model import DECODER, PRESETS, Explore, build_vit
+from model import DECODER, PRESETS, Explore, build_vit, normalize
 from run import Run
 from teacher import build_teacher
 
@@ -120,8 +120,11 @@ def find_contradiction(parser: argparse.ArgumentParser, args: argparse.Namespace
     if routing and not args.experts:
         return f"{routing[0]} needs --experts above 0"
     for name in ("cls", "pixel"):
-        if (weight := given(f"{name}_weight")) and name not in objectives:
-            return f"{weight[0]} needs {name} in --objective"
+        if (weight := given(f"{name}_weight")) and (
+                name not in objectives or args.balance != "static"):
+            return f"{weight[0]} needs {name} in --objective, and --balance static"
+    if (rate := given("gradnorm_alpha", "gradnorm_lr")) and args.balance != "gradnorm":
+        return f"{rate[0]} needs --balance gradnorm"
     if len(args.entropy_weight) > max(1, args.experts):
         return f"--entropy-weight has {len(args.entropy_weight)} values for {args.experts} experts"
     dense_pixel = args.encoding == "dense" and "pixel" in objectives
@@ -135,8 +138,8 @@ def find_contradiction(parser: argparse.ArgumentParser, args: argparse.Namespace
     except ValueError as error:      # sizes or blocks that do not fit
         return str(error)
     patches = student.encoder.grid ** 2
-    if not 0 < student.masked < patches:
-        return f"--mask-ratio {args.mask_ratio} masks {student.masked} of {patches} patches"
+    if not 0 < student.num_masked < patches:
+        return f"--mask-ratio {args.mask_ratio} masks {student.num_masked} of {patches} patches"
     moe_blocks = student.encoder.moe_blocks
     if not set(args.loss_block or []) <= set(moe_blocks):
         return f"--loss-block {args.loss_block}: the MoE blocks are {moe_blocks}"
@@ -198,7 +201,8 @@ def main(args):
         teacher.compile()
     model = process.parallel(student.train())               # DDP, if there are several processes
     views = data.TrainViews(dataset, args.image_size, args.seed, grid, args.mask_ratio)
-    batches = run.timed(data.train_batches(views, args, process, micro_steps, first, run.last))
+    batches = run.timed(data.train_batches(views, args, process, micro_steps, first,
+                                            run.stop_step))
 
     for step in run.steps(first):                           # a progress bar
         lr = common.learning_rate(step, steps, args.warmup_epochs * epoch_steps, args.lr,
@@ -214,7 +218,7 @@ def main(args):
                 targets = teacher(images)                           # [B, 1 + N, Dt]
             with process.accumulating(model, last=micro_step == micro_steps):
                 with process.autocast():
-                    pred = model(data.normalize(images), mask)
+                    pred = model(normalize(images), mask)
                 losses, regularizer, metrics = explore_losses(pred, targets, images, mask,
                                                               **coupling)
                 loss = (w * losses).sum() + regularizer             # Eq. 8, and Eq. 7

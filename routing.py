@@ -31,6 +31,7 @@ import data
 from checkpoint import load_checkpoint, load_encoder
 from common import UserError, non_negative_int, plain, positive_int
 from losses import dispatch_cv, dispatch_entropy, token_loss
+from model import normalize
 from run import rounded
 from teacher import Teacher, build_teacher
 
@@ -121,7 +122,7 @@ def measure(path: str, args, process: common.Process) -> dict:
     for batch, chosen in zip(batches, sampled.split(args.batch_size)):
         images = batch["image"] / 255
         with process.autocast():
-            x = encoder.embed(data.normalize(images))
+            x = encoder.embed(normalize(images))
             for i, block in enumerate(encoder.blocks):
                 if i in blocks:
                     entering[i].append(x[chosen].float())

@@ -18,9 +18,8 @@ from tqdm import tqdm
 from common import Process, UserError
 
 LOG_EVERY = 20      # steps
-# Flags that may differ when a run resumes: where it finds its files, how fast it works or how
-# long, but not what it computes. --amp is one of them, because another precision can save a run
-# whose numbers overflow.
+# Flags that may differ when a run resumes: they say where its files are, how fast it works or how
+# long. --amp may, too, because another precision can rescue a run whose numbers overflow.
 FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "recompute", "amp", "save_every",
               "max_steps"}
 
@@ -39,7 +38,7 @@ class Run:
         self.args, self.process, self.folder = args, process, Path(args.out)
         self.images, self.total, self.epoch_steps = images, steps, epoch_steps
         self.last_steps, self.save_steps = last_steps, save_steps
-        self.last = min(steps, args.max_steps or steps)      # the step to stop after
+        self.stop_step = min(steps, args.max_steps or steps)
         self.encoder, self.shown, self.parts = encoder, shown, parts
         self.best = {}               # the best evaluation's scores
         self.line = {}               # of the log, the last one
@@ -106,7 +105,7 @@ class Run:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(signum, ask)
-        with tqdm(range(first, self.last), self.args.stage, self.last, initial=first,
+        with tqdm(range(first, self.stop_step), self.args.stage, self.stop_step, initial=first,
                   unit="step", disable=self.process.rank > 0) as bar:
             for step in bar:
                 yield step
@@ -142,7 +141,7 @@ class Run:
         if self.timed_from is None:      # the first step compiles
             self.start_clock(done)
         scheduled = done % self.save_steps == 0 or done == self.total
-        saves = scheduled or done % self.last_steps == 0 or done == self.last
+        saves = scheduled or done % self.last_steps == 0 or done == self.stop_step
         if not saves and done % LOG_EVERY:
             return False
         stops = self.write_line(done, lr, evaluate if scheduled else None)
@@ -150,7 +149,7 @@ class Run:
             self.save(f"epoch_{done // self.epoch_steps:04d}.pt", done)
         if saves or stops:
             self.save("last.pt", done, *self.parts)
-        if stops or done == self.last:
+        if stops or done == self.stop_step:
             self.report(done)
         self.start_clock(done)
         return stops
@@ -159,7 +158,7 @@ class Run:
         """Appends a line of means over steps and processes to log.jsonl -> whether any process was
         asked to stop. Raises UserError if the loss is not finite.
 
-        Apart from saving, this is the only place in training where the host waits for the device.
+        Apart from saving, only here does the host wait for the device in pretraining.
         """
         steps = len(self.metrics["skipped"])
         means = {name: torch.stack(values).float().mean(0)
@@ -221,7 +220,7 @@ class Run:
         if self.process.device.type == "cuda":
             said.append(f"{self.line['memory_gib']:.1f} GiB on the GPU")
         said += [f"best {name} {value:.2f}%" for name, value in self.best.items()]
-        if done < self.last:
+        if done < self.stop_step:
             name = signal.Signals(self.signal).name if self.signal else "a signal"
             said.append(f"stopped by {name}, and the same command resumes")
         self.say(f"{self.folder}: {'; '.join(said)}")

@@ -25,7 +25,7 @@ import data
 import supervised
 from checkpoint import load_checkpoint, load_encoder
 from common import UserError, positive_int
-from model import IMAGENET_MEAN, ViT
+from model import IMAGENET_MEAN, ViT, normalize
 
 # the release's configuration of mmsegmentation: the auxiliary head's loss and its width
 AUXILIARY_WEIGHT = 0.4
@@ -111,7 +111,7 @@ class EvalScenes(Dataset):
     def __getitem__(self, index: int) -> dict:
         image, _ = self.dataset[index]
         annotation = self.annotation(index, image)
-        image = TF.resize(image, self.crop, interpolation=data.BICUBIC, antialias=True)
+        image = TF.resize(image, self.crop, antialias=True)
         return dict(image=image, annotation=annotation)
 
 
@@ -251,7 +251,7 @@ class Segmenter(nn.Module):
         self.decoder = UperNet(encoder.dim, classes, width)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        x, maps = self.encoder.embed(data.normalize(images)), []
+        x, maps = self.encoder.embed(normalize(images)), []
         for block in self.encoder.blocks:
             x, _ = block(x)
             maps.append(x[:, 1:].mT.unflatten(2, (self.encoder.grid, self.encoder.grid)))

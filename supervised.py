@@ -1,4 +1,4 @@
-"""What finetuning, probes and segmentation share: flags, augmentation, recipes and the loop."""
+"""The loop of finetuning, probes and segmentation, and what two of them share."""
 
 import random
 
@@ -226,7 +226,8 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
               optimizer=optimizer, scaler=process.scaler)
     first = run.resume()
     parallel = process.parallel(model.train())
-    batches = run.timed(data.train_batches(views, args, process, micro_steps, first, run.last))
+    batches = run.timed(data.train_batches(views, args, process, micro_steps, first,
+                                            run.stop_step))
 
     @torch.no_grad()
     def scores() -> dict[str, float]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from checkpoint import load_checkpoint, load_encoder, one_line, resize_pos_embed
 from common import UserError
-from model import IMAGENET_MEAN, IMAGENET_STD
+from model import IMAGENET_MEAN, IMAGENET_STD, normalize
 
 
 class Teacher(nn.Module):
@@ -21,15 +21,14 @@ class Teacher(nn.Module):
 
     def __init__(self, image_size: int, dim: int, mean: tuple, std: tuple):
         super().__init__()
-        self.image_size, self.dim = image_size, dim
-        self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(std).view(3, 1, 1), persistent=False)
+        self.image_size, self.dim, self.mean, self.std = image_size, dim, mean, std
 
     def forward(self, images: Tensor) -> Tensor:
         if images.shape[-1] != self.image_size:
             images = F.interpolate(images, (self.image_size, self.image_size), mode="bicubic",
                                    antialias=True)
-        return self.tokens((images.clamp(0, 1).to(self.mean.dtype) - self.mean) / self.std)
+        images = normalize(images.clamp(0, 1), self.mean, self.std)
+        return self.tokens(images.to(next(self.parameters()).dtype))
 
 
 class ClipTeacher(Teacher):

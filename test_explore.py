@@ -448,7 +448,7 @@ def test_78_of_196_patches_are_masked_and_the_student_sees_the_others(grid, rati
     student = model.Explore(model.ViT(2 * grid, 2, dim=24, depth=1, heads=2), 5, ratio)
     rng = np.random.default_rng(0)
     mask = torch.stack([torch.from_numpy(data.block_mask(rng, grid, ratio)) for _ in range(3)])
-    assert student.masked == model.count_masked(grid, ratio) == masked
+    assert student.num_masked == model.count_masked(grid, ratio) == masked
     assert (mask.sum(1) == masked).all()
     pred = student(torch.rand(3, 3, 2 * grid, 2 * grid), mask)
     assert pred.tokens.shape == (3, 1 + grid ** 2 - masked, 5)
@@ -2187,9 +2187,8 @@ def plain_miou(predict, val, crop, classes):
     hits = np.zeros(classes)
     union = np.zeros(classes)
     stride = round(crop * 341 / 512)
-    bicubic = TF.InterpolationMode.BICUBIC
     for i in range(len(val)):
-        image = TF.resize(val[i][0], crop, interpolation=bicubic, antialias=True)[None] / 255
+        image = TF.resize(val[i][0], crop, antialias=True)[None] / 255
         truth = val.annotation(i)
         total = torch.zeros(2, classes, *image.shape[2:])
         starts = ({min(at, side - crop) for at in range(0, side, stride)}
@@ -2640,6 +2639,8 @@ def test_the_defaults_are_the_papers(monkeypatch, name, expected):
         "--detach", "--loss-block 3", "--loss-weights combine", "--entropy-weight 1",
         "--entropy-on combine", "--importance-weight 1", "--moe-blocks 1")),
     ("--objective token --cls-weight 1", "--cls-weight"), ("--pixel-weight 2", "--pixel-weight"),
+    ("--balance gradnorm --cls-weight 1", "--cls-weight"), ("--gradnorm-lr 1", "--gradnorm-lr"),
+    ("--balance rlw --gradnorm-alpha 1", "--gradnorm-alpha"),
     ("--loss-block 2", "--loss-block [2]"), ("--loss-block 1 4", "--loss-block [1, 4]"),
     ("--entropy-weight 1 2 3", "--entropy-weight"),
     ("--experts 1 --objective token_pixel --encoding dense", "--experts 1"),

@@ -37,6 +37,7 @@ import finetune
 import knn
 import pretrain
 from losses import dispatch_entropy, patch_weights, routed_mean, token_loss
+from model import normalize
 from run import rounded
 from shapes import Shapes
 from teacher import build_teacher
@@ -170,7 +171,7 @@ def train(arm: str, args, process, teacher, views: Views, planting: Planting):
         images = data.augment(batch)
         with torch.no_grad():
             targets, planted = planting(teacher(images), batch["noise"])
-        pred = student(data.normalize(images), batch["mask"])
+        pred = student(normalize(images), batch["mask"])
         process.scaler.scale(compute_loss(arm, pred, targets, planted)).backward()
         common.optimizer_step(optimizer, process.scaler, args.clip_grad)
     return student.eval()
@@ -184,7 +185,7 @@ def measure(student, process, teacher, views: Views, train_set: Cached) -> dict:
     total = count = 0
     for batch in data.load(views, order, process, workers=0):
         images = data.augment(batch)
-        pred = student(data.normalize(images), batch["mask"])
+        pred = student(normalize(images), batch["mask"])
         seen = pred.ids_keep
         target = teacher(images)[:, 1:].take_along_dim(seen[..., None], 1)
         clean = ~batch["noise"].take_along_dim(seen, 1)
@@ -194,7 +195,7 @@ def measure(student, process, teacher, views: Views, train_set: Cached) -> dict:
     def features(dataset: Cached) -> Tensor:
         whole = data.CenterViews(dataset, views.image_size)
         parts = torch.arange(len(whole)).split(256)
-        tokens = [student.encoder(data.normalize(batch["image"] / 255))[0][:, 1:].mean(1)
+        tokens = [student.encoder(normalize(batch["image"] / 255))[0][:, 1:].mean(1)
                   for batch in data.load(whole, [p.tolist() for p in parts], process, workers=0)]
         return F.normalize(torch.cat(tokens), dim=1)
 
