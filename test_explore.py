@@ -1205,7 +1205,7 @@ def test_a_timm_model_has_the_hubs_weights_unless_they_are_random(monkeypatch):
         "dinov2", "", "/a/none.pt", "runs/none/last.pt", "ViT-B-16/", "RN50/random")),
     *((f"timm/{name}/random", "not a plain vision transformer") for name in (
         "swin_tiny_patch4_window7_224", "cait_xxs24_224")),
-    ("timm/vit_none/random", "Unknown model"), ("ViT-B-16/none", "Pretrained value 'none'"),
+    ("timm/vit_none/random", "Unknown model"), ("ViT-B-16/none", "Pretrained "),
     ("small-16/FILE", "Error(s) in loading state_dict for CLIP: Missing key(s)"),
     ("FILE", "neither an ExPLoRe checkpoint")))
 def test_what_cannot_be_a_teacher_is_named_with_the_reason(small_clips, tmp_path, name, expected):
