@@ -22,8 +22,6 @@ from torch import Tensor
 def token_loss(pred: Tensor, target: Tensor) -> Tensor:
     """Eq. 1 before the mean over patches: Huber (beta 1), mean over features.
 
-    Eq. 1 is printed for masked patches. In sparse encoding, the loss is on visible ones (Eq. 5).
-
     pred [B, N, D], target [B, N, D] -> [B, N]; targets are layer-normalized here.
     """
     target = F.layer_norm(target, target.shape[-1:])
