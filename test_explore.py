@@ -2482,6 +2482,15 @@ def test_compiled_training_follows_the_plain_curve(stage, monkeypatch, flags, ba
     torch.testing.assert_close(plain["model"], state["model"], rtol=1e-5, atol=1e-4)
 
 
+def test_no_batch_normalization_is_compiled(stage, monkeypatch):
+    """SyncBatchNorm's shapes depend on the data."""
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: compiled.append(self))
+    play("segment", stage("segment", "--compile --max-steps 1"))
+    kinds = {type(layer) for module in compiled for layer in module.modules()}
+    assert model.Attention in kinds and nn.BatchNorm2d not in kinds
+
+
 def test_few_graphs_serve_all_blocks_and_steps(stage, monkeypatch):
     """Eleven blocks have eleven probabilities of drop path, more than torch.compile tries."""
     graphs = []
