@@ -202,7 +202,7 @@ def main(args):
     model = process.parallel(student.train())               # DDP, if there are several processes
     views = data.TrainViews(dataset, args.image_size, args.seed, grid, args.mask_ratio)
     batches = run.timed(data.train_batches(views, args, process, micro_steps, first,
-                                            run.stop_step))
+                                           run.stop_step))
 
     for step in run.steps(first):                           # a progress bar
         lr = common.learning_rate(step, steps, args.warmup_epochs * epoch_steps, args.lr,

@@ -227,7 +227,7 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
     first = run.resume()
     parallel = process.parallel(model.train())
     batches = run.timed(data.train_batches(views, args, process, micro_steps, first,
-                                            run.stop_step))
+                                           run.stop_step))
 
     @torch.no_grad()
     def scores() -> dict[str, float]:
