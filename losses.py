@@ -1,10 +1,10 @@
 """The losses of ExPLoRe: what each patch costs, and how much it counts.
 
-Needs nothing but torch. `explore_losses` does it all in three steps: what each patch costs (Eq. 1
-to 3), the weighted means (Eq. 5), and what regularizes the router (Eq. 6 and 7). The caller
-multiplies the losses by their weights w, and adds them and the regularizer (Eq. 8). The printed
-Eq. 8 divides a weighted loss by the number of patches; here, it is divided by the sum of the
-weights, as in Eq. 5.
+Needs nothing but torch. From the top: what each patch costs (Eq. 1 to 3), how much it counts (Eq.
+5), what regularizes the router (Eq. 6 and 7), and `explore_losses`, which does it all for a
+student. The caller multiplies the losses by their weights w, and adds them and the regularizer (Eq.
+8). The printed Eq. 8 divides a weighted loss by the number of patches; here, it is divided by the
+sum of the weights, as in Eq. 5.
 
 Shapes: B images, N patches, V of them visible, T tokens of the student with [CLS] first, E
 experts, D features, K objectives. Patch losses and weights are [B, N], or [B, V] where they
@@ -53,7 +53,7 @@ def pixel_loss(pred: Tensor, images: Tensor) -> Tensor:
     return (pred - target).square().mean(-1)
 
 
-def routed_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
+def weighted_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
     """Eq. 5, the heart of the paper: a weighted mean over each image's patches.
 
     patch_loss [B, N], weight [B, N] >= 0 -> scalar, the mean over images. In each image, at
@@ -79,6 +79,28 @@ def patch_weights(dispatch: Tensor, expert: int = 0, detach: bool = False,
     # float32, 1e-38.
     weight = dispatch[:, prefix:, expert] + 1e-30
     return weight.detach() if detach else weight
+
+
+def coupled_loss(patch_loss: Tensor, selected: Tensor, routing: dict[str, Tensor],
+                 expert: int | None, kind: str = "dispatch", detach: bool = False,
+                 prefix: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+    """Eq. 5: the mean loss of the selected patches, weighted by `expert` -> (scalar, metrics)
+
+    patch_loss [B, N], and selected [B, N], 1 for patches that count and 0 for the others. routing:
+    "dispatch" and "combine" weights of the loss blocks, [blocks, B, T, E] each, whose mean over
+    blocks counts. Without routers (an empty dict), without an expert and with the kind "uniform",
+    all selected patches count alike; the kind "combine" is an ablation. detach, prefix: see
+    `patch_weights`. The metrics of a weighted loss are its unweighted value, and the ratio of both.
+    """
+    unweighted = weighted_mean(patch_loss, selected)
+    if not routing or expert is None or kind == "uniform":
+        return unweighted, {}
+    weight = patch_weights(routing[kind].mean(0), expert, detach, prefix)
+    if kind == "combine":      # not normalized, as in the paper: a router can make the loss vanish
+        loss = weighted_mean(weight * patch_loss, selected)
+    else:
+        loss = weighted_mean(patch_loss, weight * selected)
+    return loss, {"unweighted": unweighted, "ratio": loss / unweighted}
 
 
 def dispatch_entropy(weights: Tensor) -> Tensor:
@@ -108,23 +130,40 @@ def dispatch_cv(dispatch: Tensor) -> Tensor:
     return (dispatch.std(1, unbiased=False) / dispatch.mean(1)).mean(0)
 
 
+def router_regularizer(routing: dict[str, Tensor], lambdas: Tensor | float,
+                       entropy_on: str = "dispatch", importance_weight: float = 0.0
+                       ) -> tuple[Tensor, dict[str, Tensor]]:
+    """Eq. 7, and the importance loss -> (scalar, metrics); the mean over loss blocks
+
+    routing: as in `coupled_loss`. lambdas: of each expert, [E], or one for all. entropy_on: the
+    weights of Eq. 6, "dispatch" or, in an ablation, "combine".
+    """
+    # flatten(0, 1): [blocks, B, T, E] -> [blocks * B, T, E], so the mean is over blocks, too
+    entropy = {kind: dispatch_entropy(weights.flatten(0, 1)) for kind, weights in routing.items()}
+    entropy_loss = -(lambdas * entropy[entropy_on]).sum()
+    importance = torch.stack([importance_loss(combine) for combine in routing["combine"]]).mean()
+    return entropy_loss + importance_weight * importance, {
+        "entropy": entropy["dispatch"], "entropy_loss": entropy_loss,
+        "importance_loss": importance}
+
+
 def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
                    objectives: Sequence[str] = ("token", "cls"),
                    loss_block: Sequence[int] | None = None,
                    loss_weights: str = "dispatch", detach: bool = False,
                    lambdas: Tensor | float = 5.0, entropy_on: str = "dispatch",
-                   importance_weight: float = 0.0) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                   importance_weight: float = 0.0, prefix: int = 1
+                   ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The losses of Eq. 8, and what regularizes routers -> (losses [K], regularizer, metrics)
 
     pred: the student's `Prediction`, or any object with its fields. targets [B, 1 + N, D]: the
     teacher's tokens of the whole image. images [B, 3, S, S] in [0, 1]. mask bool [B, N], True
     where masked. objectives: "token", "cls" and "pixel", in the order of the losses.
 
-    loss_block: the MoE blocks whose routers give the weights and are regularized; of several, the
-    weights are averaged, and so are the regularizers (default: the last MoE block). loss_weights:
-    "dispatch" or, in ablations of the paper, "combine", which is not normalized, or "uniform".
-    detach: see `patch_weights`. lambdas: lambda of each expert in Eq. 7, or one for all.
-    entropy_on: the weights of Eq. 6, "dispatch" or, in an ablation, "combine".
+    loss_block: the MoE blocks whose routers give the weights and are regularized (default: the
+    last MoE block). loss_weights: "dispatch" or, in ablations of the paper, "combine" or "uniform".
+    lambdas, entropy_on: see `router_regularizer`. detach, prefix: see `patch_weights`; the prefix
+    is of the student's tokens.
 
     Metrics are detached: each loss by its name; of each weighted loss, NAME_unweighted and
     NAME_ratio, the weighted over the unweighted one; with a router, entropy and dispatch_cv of its
@@ -134,62 +173,37 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     if targets.shape[1] != 1 + mask.shape[1]:
         raise ValueError(f"targets have {targets.shape[1]} tokens; [CLS] and the patches are "
                          f"{1 + mask.shape[1]}")
-
-    # What each patch costs (Eq. 1 to 3), which patches count, and which expert weights them. The
-    # token loss is on visible patches in sparse encoding, and on masked ones in dense encoding.
-    # In sparse encoding, the router does not see the patches of the pixel loss.
-    dense = pred.ids_keep is None
-    tokens = pred.tokens.float()
-    targets = targets.float()
-    masked = mask.float()
-    losses = {}
-    patch_losses = {}      # {objective: (losses [B, N], selected [B, N], expert or None)}
+    tokens, targets, masked = pred.tokens.float(), targets.float(), mask.float()
     patch_targets = targets[:, 1:]
-    if not dense:
+    if pred.ids_keep is None:      # dense encoding: masked patches have the token and pixel losses
+        selected, pixel_expert = masked, 1
+    else:      # sparse: visible ones have the token loss; routers see none that has a pixel loss
         patch_targets = patch_targets.take_along_dim(pred.ids_keep[..., None], dim=1)
+        selected, pixel_expert = torch.ones_like(patch_targets[..., 0]), None
+    blocks = list(pred.routing)[-1:] if loss_block is None else loss_block
+    routing = {kind: torch.stack([getattr(pred.routing[block], kind) for block in blocks])
+               for kind in ("dispatch", "combine") if blocks}       # [blocks, B, T, E] each
+    coupling = dict(kind=loss_weights, detach=detach, prefix=prefix)
+
+    losses, of_patches, metrics = {}, {}, {}
     if "token" in objectives:
-        patch_loss = token_loss(tokens[:, 1:], patch_targets)
-        selected = masked if dense else torch.ones_like(patch_loss)
-        patch_losses["token"] = patch_loss, selected, 0
+        patch_loss = token_loss(tokens[:, prefix:], patch_targets)
+        losses["token"], of_patches["token"] = coupled_loss(
+            patch_loss, selected, routing, expert=0, **coupling)
     if "cls" in objectives:
         losses["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
     if "pixel" in objectives:
         patch_loss = pixel_loss(pred.pixels.float(), images)
-        patch_losses["pixel"] = patch_loss, masked, 1 if dense else None
+        losses["pixel"], of_patches["pixel"] = coupled_loss(
+            patch_loss, masked, routing, expert=pixel_expert, **coupling)
 
-    # The mean of each patch loss, weighted by its expert (Eq. 5).
-    if loss_block is None:
-        loss_block = list(pred.routing)[-1:]
-    routings = [pred.routing[block] for block in loss_block]
-    weights = {}      # [blocks, B, T, E] each
-    if routings:
-        weights["dispatch"] = torch.stack([routing.dispatch for routing in routings])
-        weights["combine"] = torch.stack([routing.combine for routing in routings])
-    metrics = {}
-    for name, (patch_loss, selected, expert) in patch_losses.items():
-        unweighted = losses[name] = routed_mean(patch_loss, selected)
-        if not routings or expert is None or loss_weights == "uniform":
-            continue
-        weight = patch_weights(weights[loss_weights].mean(0), expert, detach)
-        if loss_weights == "combine":      # not normalized: a router can make the loss vanish
-            losses[name] = routed_mean(weight * patch_loss, selected)
-        else:
-            losses[name] = routed_mean(patch_loss, weight * selected)
-        metrics[f"{name}_unweighted"] = unweighted
-        metrics[f"{name}_ratio"] = losses[name] / unweighted
-
-    # What regularizes the router: the entropy (Eq. 6 and 7), and the importance loss.
     regularizer = targets.new_zeros(())
-    if routings:
-        # flatten(0, 1): [blocks, B, T, E] -> [blocks * B, T, E], so the mean is over blocks, too
-        entropy = {name: dispatch_entropy(each.flatten(0, 1)) for name, each in weights.items()}
-        entropy_loss = -(lambdas * entropy[entropy_on]).sum()
-        importance = torch.stack([importance_loss(each) for each in weights["combine"]]).mean()
-        regularizer = entropy_loss + importance_weight * importance
-        dispatch = weights["dispatch"].mean(0)
-        metrics |= {"entropy": entropy["dispatch"], "entropy_loss": entropy_loss,
-                    "importance_loss": importance, "dispatch_cv": dispatch_cv(dispatch[:, 1:]),
+    if routing:
+        regularizer, metrics = router_regularizer(routing, lambdas, entropy_on, importance_weight)
+        dispatch = routing["dispatch"].mean(0)
+        metrics |= {"dispatch_cv": dispatch_cv(dispatch[:, prefix:]),
                     "cls_share": dispatch[:, 0].mean(0)}
-
-    metrics = {name: value.detach() for name, value in (metrics | losses).items()}
+    metrics |= losses | {f"{name}_{key}": value for name, more in of_patches.items()
+                         for key, value in more.items()}
+    metrics = {name: value.detach() for name, value in metrics.items()}
     return torch.stack([losses[name] for name in objectives]), regularizer, metrics

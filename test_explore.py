@@ -590,7 +590,7 @@ def test_pixel_loss_is_the_mean_over_pixels_of_equation_3():
 
 def test_routed_losses_teach_the_router_to_leave_hard_patches():
     weight = torch.full((1, 3), 1 / 3, requires_grad=True)
-    losses.routed_mean(torch.tensor([[0.1, 0.5, 0.9]]), weight).backward()
+    losses.weighted_mean(torch.tensor([[0.1, 0.5, 0.9]]), weight).backward()
     assert weight.grad[0, 0] < 0 < weight.grad[0, 2]      # descent raises the easy one's weight
     assert abs(weight.grad[0, 1]) < 1e-6
 
@@ -613,7 +613,8 @@ def test_entropy_is_the_logarithm_of_119_if_uniform_and_0_with_a_gradient_if_of_
 
 
 def plain_losses(pred, targets, images, mask, objectives, loss_block, loss_weights="dispatch",
-                 detach=False, lambdas=(), entropy_on="dispatch", importance_weight=0.0):
+                 detach=False, lambdas=(), entropy_on="dispatch", importance_weight=0.0,
+                 prefix=1):
     """Eq. 5 to 8, image by image -> (losses [K] without their weights w, regularizer)"""
     routed = [pred.routing[block] for block in loss_block]
     sparse = pred.ids_keep is not None
@@ -626,7 +627,7 @@ def plain_losses(pred, targets, images, mask, objectives, loss_block, loss_weigh
                 continue
             if name == "token":
                 kept = pred.ids_keep[b] if sparse else torch.arange(len(mask[b]))
-                loss = losses.token_loss(pred.tokens[b, 1:], targets[b, 1 + kept])
+                loss = losses.token_loss(pred.tokens[b, prefix:], targets[b, 1 + kept])
                 chosen = torch.ones(len(kept)).bool() if sparse else mask[b]
             else:
                 loss = losses.pixel_loss(pred.pixels[b], images[b:b + 1])[0]
@@ -634,7 +635,7 @@ def plain_losses(pred, targets, images, mask, objectives, loss_block, loss_weigh
             weight = torch.ones_like(loss)
             if routed and loss_weights != "uniform" and not (sparse and name == "pixel"):
                 expert = 1 if name == "pixel" else 0
-                weight = sum(getattr(r, loss_weights)[b, 1:, expert] for r in routed)
+                weight = sum(getattr(r, loss_weights)[b, prefix:, expert] for r in routed)
                 weight = weight / len(routed)
             if detach:
                 weight = weight.detach()
@@ -656,7 +657,7 @@ def plain_losses(pred, targets, images, mask, objectives, loss_block, loss_weigh
 Case = namedtuple("Case", "pred targets images mask routers")      # a random prediction
 
 
-def make_case(dense=False):
+def make_case(dense=False, prefix=1):
     """4 images of 25 patches, 14 of which are visible; routers of blocks 0 and 3.
 
     In dense encoding, where the losses can take it, each image has another number of them.
@@ -669,7 +670,7 @@ def make_case(dense=False):
     ids_keep = None
     if not dense:
         ids_keep = torch.stack([(~row).nonzero()[torch.randperm(14), 0] for row in mask])
-    tokens = 26 if dense else 15
+    tokens = prefix + (25 if dense else 14)
     routing = {block: router(randn(4, tokens, 7)) for block, router in routers.items()}
     hard = torch.arange(1, 5)[:, None, None]      # unequal losses: of images, and of patches
     pixels = randn(4, 25, 192) * (hard + 2 * rand(4, 25, 1))
@@ -692,12 +693,16 @@ ALL = ("token", "cls", "pixel")
     (True, dict(objectives=("pixel", "token"), lambdas=(0.0, 1.0, 0.3), loss_weights="combine",
                 loss_block=(0, 3))),
     (True, dict(objectives=("cls", "token"), lambdas=(1.0, 1.0, 2.0), loss_weights="uniform")),
-    (False, dict(objectives=("token", "cls"), lambdas=(3.0, 1.0, 2.0), detach=True))))
+    (False, dict(objectives=("token", "cls"), lambdas=(3.0, 1.0, 2.0), detach=True)),
+    (False, dict(objectives=("token", "cls"), lambdas=(3.0, 1.0, 2.0), prefix=5)),
+    (True, dict(objectives=ALL, lambdas=(0.3, 1.0, 2.0), prefix=5))))
 def test_explore_losses_are_equations_5_to_8_with_their_gradients(dense, keywords):
-    case = make_case(dense)
+    """The last two are of a student with four registers after [CLS]."""
+    prefix = keywords.get("prefix", 1)
+    case = make_case(dense, prefix)
     keywords = dict(loss_block=(3,)) | keywords
     expected, regularizer = plain_losses(*case[:4], **keywords)
-    unweighted, _ = plain_losses(*case[:4], keywords["objectives"], loss_block=())
+    unweighted, _ = plain_losses(*case[:4], keywords["objectives"], (), prefix=prefix)
     keywords["lambdas"] = torch.tensor(keywords["lambdas"])
     values, found, metrics = couple(case, **keywords)
     for ours, plain in zip(values, expected):
@@ -719,7 +724,7 @@ def test_explore_losses_are_equations_5_to_8_with_their_gradients(dense, keyword
             assert metrics[f"{name}_ratio"].item() == pytest.approx((value / mean).item(), rel=1e-5)
     assert not any(value.requires_grad for value in metrics.values())
     dispatch = torch.stack([case.pred.routing[b].dispatch for b in keywords["loss_block"]])
-    patches = dispatch.mean(0)[:, 1:]
+    patches = dispatch.mean(0)[:, prefix:]
     cv = (patches.std(1, correction=0) / patches.mean(1)).mean(0)
     assert torch.allclose(metrics["cls_share"], dispatch[:, :, 0].mean((0, 1)))
     assert torch.allclose(metrics["dispatch_cv"], cv)

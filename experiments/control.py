@@ -36,7 +36,7 @@ import data
 import finetune
 import knn
 import pretrain
-from losses import dispatch_entropy, patch_weights, routed_mean, token_loss
+from losses import dispatch_entropy, patch_weights, token_loss, weighted_mean
 from model import normalize
 from run import rounded
 from shapes import Shapes
@@ -153,7 +153,7 @@ def compute_loss(arm: str, pred, targets: Tensor, planted: Tensor) -> Tensor:
     elif kind == "routed":
         weight = patch_weights(dispatch, expert=0)
     some = weight.sum(1) > 0      # of an image whose seen patches are all planted, nothing is left
-    loss = routed_mean(patch_loss[some], weight[some])
+    loss = weighted_mean(patch_loss[some], weight[some])
     return loss - (float(lambda_) * dispatch_entropy(dispatch)).sum()
 
 
