@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import common
 import data
 import supervised
-from checkpoint import load_checkpoint, load_encoder
 from common import UserError, positive_int
+from encoders import load_checkpoint, load_encoder
 from model import PRESETS, ViT, build_vit, normalize
 from supervised import LinearHead
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import common
 import data
 from common import UserError, positive, positive_int
-from teacher import Teacher, build_teacher
+from encoders import FrozenEncoder, build_frozen
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -38,7 +38,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 @torch.no_grad()
-def extract(encoder: Teacher, views: data.CenterViews, args, process: common.Process,
+def extract(encoder: FrozenEncoder, views: data.CenterViews, args, process: common.Process,
             what: str) -> tuple[Tensor, Tensor]:
     """Each view's [CLS] token, of unit length -> features [M, D], labels [M]
 
@@ -73,8 +73,8 @@ def classify(queries: Tensor, bank: Tensor, labels: Tensor, classes: int, k: int
     return torch.cat(predicted)
 
 
-def accuracy(name: str, encoder: Teacher, train: data.CenterViews, val: data.CenterViews, args,
-             process: common.Process) -> float:
+def accuracy(name: str, encoder: FrozenEncoder, train: data.CenterViews, val: data.CenterViews,
+             args, process: common.Process) -> float:
     """-> top-1 accuracy on `val` in percent, by the neighbors in `train`; each process classifies
     its share. Raises UserError if the encoder, whose name is given, has no finite features.
     """
@@ -101,7 +101,7 @@ def main(args) -> list[float]:
 
     results = {}
     for name in args.encoders:
-        encoder = build_teacher(name).to(process.device)
+        encoder = build_frozen(name).to(process.device)
         train, val = (views(split, encoder.image_size) for split in ("train", "val"))
         if args.k > len(train):
             raise UserError(f"-k {args.k}: {args.data} has only {len(train)} training images")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import common
 import data
 import supervised
+from encoders import build_frozen
 from model import init_weights
-from teacher import build_teacher
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -60,7 +60,7 @@ class EfficientProbe(nn.Module):
 def main(args) -> dict[str, float]:
     """-> top-1 and top-5 accuracy of the best evaluation on val/, in percent"""
     process = common.Process(args)
-    frozen = build_teacher(args.encoder).to(process.device)
+    frozen = build_frozen(args.encoder).to(process.device)
     dataset, val = (data.open_images(args.data, split, frozen.image_size)
                     for split in ("train", "val"))
     common.seed_torch(args.seed)

@@ -184,7 +184,7 @@ class ViT(nn.Module):
 
     `moe_blocks` are counted from 0; the default is 1, 3, 5, ... Parameters have timm's names: the
     state dict of a ViT without experts loads into timm's VisionTransformer(init_values=0.1,
-    num_classes=0), and `checkpoint.load_encoder` reads timm's.
+    num_classes=0), and `encoders.load_encoder` reads timm's.
     The probability of dropping a branch rises linearly from 0 at the first block to `drop_path`
     at the last. With `recompute` set, the backward pass computes each block again from its
     input, which saves memory and costs one more forward pass.

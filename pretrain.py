@@ -16,10 +16,10 @@ import common
 import data
 from balance import GradNorm, ObjectiveWeights, RandomLossWeighting
 from common import fraction, non_negative, non_negative_int, positive_int
+from encoders import build_frozen
 from losses import explore_losses
 from model import DECODER, PRESETS, Explore, build_vit, normalize
 from run import Run
-from teacher import build_teacher
 
 # what --objective takes, and the names that losses.explore_losses gives to the terms
 OBJECTIVES = {"token": ["token"], "token_cls": ["token", "cls"],
@@ -175,7 +175,7 @@ def main(args):
     steps = args.epochs * epoch_steps
 
     grid = args.image_size // args.patch_size
-    teacher = build_teacher(args.teacher, grid)             # frozen, and sees the whole image
+    teacher = build_frozen(args.teacher, grid)              # sees the whole image
     teacher.to(process.device, process.amp)                 # amp: a dtype, or None for float32
     common.seed_torch(args.seed)
     student = build_student(args, teacher.dim).to(process.device)

@@ -28,12 +28,11 @@ from torch import Tensor
 
 import common
 import data
-from checkpoint import load_checkpoint, load_encoder
 from common import UserError, non_negative_int, plain, positive_int
+from encoders import FrozenEncoder, build_frozen, load_checkpoint, load_encoder
 from losses import dispatch_cv, dispatch_entropy, token_loss
 from model import normalize
 from run import rounded
-from teacher import Teacher, build_teacher
 
 IMAGES = 6           # at most, in heatmaps.png
 EXPERTS = 8          # at most, in pictures
@@ -165,13 +164,13 @@ def measure(path: str, args, process: common.Process) -> dict:
                 points=points)
 
 
-def find_teacher(checkpoint: dict, grid: int, process: common.Process) -> Teacher | None:
+def find_teacher(checkpoint: dict, grid: int, process: common.Process) -> FrozenEncoder | None:
     """The teacher that trained a student, or None, after printing why there is none."""
     try:
         name = checkpoint["args"].get("teacher")
         if not name:
             raise UserError("no teacher trained it")
-        return build_teacher(name, grid).to(process.device, process.amp)
+        return build_frozen(name, grid).to(process.device, process.amp)
     except UserError as error:
         print(f"{checkpoint['path']}: no correlation with the token loss: {error}")
         return None

@@ -23,8 +23,8 @@ from tqdm import tqdm
 import common
 import data
 import supervised
-from checkpoint import load_checkpoint, load_encoder
 from common import UserError, positive_int
+from encoders import load_checkpoint, load_encoder
 from model import IMAGENET_MEAN, ViT, normalize
 
 # the release's configuration of mmsegmentation: the auxiliary head's loss and its width

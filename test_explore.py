@@ -45,9 +45,9 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
 import balance
-import checkpoint
 import common
 import data
+import encoders
 import finetune
 import knn
 import linprobe
@@ -59,9 +59,9 @@ import routing
 import run
 import segment
 import supervised
+from encoders import build_frozen
 from experiments import control
 from shapes import Shapes
-from teacher import build_teacher
 
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 for number in STOP_SIGNALS:        # nohup and a script's background jobs ignore some
@@ -846,7 +846,7 @@ def test_gradnorm_survives_numbers_that_are_not_finite():
     assert late[0] < 1 < late[1]      # what is not finite is no first loss
 
 
-# ------------------------------------------------------ checkpoint: other people's weights
+# -------------------------------------------------------- encoders: other people's weights
 
 def timm_vit(**kwargs):
     """A timm ViT of one block; its state dict has timm's names."""
@@ -868,7 +868,7 @@ def test_plain_vits_load_without_their_heads_and_decoders(tmp_path, vit, wrap, z
               "projector.x").split()
     state = wrap({**theirs.state_dict(), **dict.fromkeys(others, torch.zeros(1))})
     torch.save(state, tmp_path / "timm.pt", _use_new_zipfile_serialization=zipped)
-    encoder = checkpoint.load_encoder(tmp_path / "timm.pt").eval()
+    encoder = encoders.load_encoder(tmp_path / "timm.pt").eval()
     images = torch.rand(1, 3, 80, 80)
     assert torch.allclose(encoder(images)[0], theirs.forward_features(images), atol=1e-5)
 
@@ -894,7 +894,7 @@ def test_checkpoints_of_the_authors_release_load(tmp_path, prefix):
         else:
             state[name] = value
     torch.save({"model": state, "config": {}}, tmp_path / "release.pt")
-    loaded = checkpoint.load_encoder(tmp_path / "release.pt").eval()
+    loaded = encoders.load_encoder(tmp_path / "release.pt").eval()
     images = torch.rand(2, 3, 32, 32)
     assert torch.allclose(loaded(images)[0], encoder(images)[0], atol=1e-6)
     assert loaded.moe_blocks == [0, 2]
@@ -920,7 +920,7 @@ def test_a_file_that_does_not_load_is_named_with_the_reason(tmp_path, content, e
     if content is not None:
         torch.save(content, path)
     with pytest.raises(common.UserError) as caught:
-        checkpoint.load_encoder(path)
+        encoders.load_encoder(path)
     error = str(caught.value)
     assert error.startswith(f"{path}: ") and expected in error and len(error.splitlines()) == 1
 
@@ -929,7 +929,7 @@ def test_code_in_a_file_never_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("x.pt").write_bytes(b"cos\nmkdir\n(S'sprung'\ntR.")      # a pickle that makes a folder
     with pytest.raises(common.UserError, match="^x.pt: not a PyTorch file"):
-        checkpoint.load_encoder("x.pt")
+        encoders.load_encoder("x.pt")
     assert not Path("sprung").exists()
 
 
@@ -938,7 +938,7 @@ def test_a_checkpoint_that_was_saved_on_a_gpu_is_read_into_the_memory_of_the_cpu
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
     path = Path(write_checkpoint(tmp_path / "x.pt"))
     assert b"cuda:0" in path.read_bytes()
-    state = checkpoint.load_checkpoint(path)["model"]
+    state = encoders.load_checkpoint(path)["model"]
     assert {value.device.type for value in state.values()} == {"cpu"}
 
 
@@ -946,11 +946,11 @@ def test_position_embeddings_resize_to_another_grid_as_timms():
     from timm.layers import resample_abs_pos_embed
     embed = torch.randn(1, 17, 3)
     expected = resample_abs_pos_embed(embed, [6, 6])
-    assert torch.allclose(checkpoint.resize_pos_embed(embed, 6), expected, atol=1e-6)
-    assert checkpoint.resize_pos_embed(embed, 4) is embed
+    assert torch.allclose(encoders.resize_pos_embed(embed, 6), expected, atol=1e-6)
+    assert encoders.resize_pos_embed(embed, 4) is embed
     half = embed.half()      # files are often in half precision
-    expected = checkpoint.resize_pos_embed(half.float(), 6)
-    torch.testing.assert_close(checkpoint.resize_pos_embed(half, 6), expected, rtol=0, atol=0)
+    expected = encoders.resize_pos_embed(half.float(), 6)
+    torch.testing.assert_close(encoders.resize_pos_embed(half, 6), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("vit", (
@@ -960,11 +960,11 @@ def test_a_checkpoint_rebuilds_the_encoder_that_it_is_of(tmp_path, vit):
     torch.manual_seed(1)
     encoder = nano(**vit).eval()
     torch.manual_seed(1)
-    loaded = checkpoint.load_encoder(write_checkpoint(tmp_path / "e.pt", **vit)).eval()
+    loaded = encoders.load_encoder(write_checkpoint(tmp_path / "e.pt", **vit)).eval()
     assert torch.equal(loaded(images)[0], encoder(images)[0])
 
 
-# ------------------------------------------------------------------------------ teacher
+# --------------------------------------------------------------- encoders: frozen, by name
 
 @pytest.fixture(scope="session")
 def small_clips(tmp_path_factory):
@@ -1005,15 +1005,15 @@ def test_a_clip_teacher_is_open_clips_forward_with_quick_gelu_if_the_name_says_s
     """Nothing in a file says it: one line names the activation, and what to give for the other."""
     path, images, expected = quick_gelu
     quick, normal = f"small-16-quickgelu/{path}", f"small-16/{path}"
-    teacher = build_teacher(quick)
+    teacher = build_frozen(quick)
     assert teacher(images).shape == (2, 17, 64) and teacher.dim == 64 and teacher.image_size == 64
     assert torch.allclose(pooled(teacher, images), expected, atol=1e-4)
-    assert not torch.allclose(pooled(build_teacher(normal), images), expected, atol=1e-2)
+    assert not torch.allclose(pooled(build_frozen(normal), images), expected, atol=1e-2)
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{quick} uses QuickGELU;") and first.endswith(f"give {normal}")
     assert second.startswith(f"{normal} uses GELU;") and second.endswith(f"give {quick}")
     monkeypatch.setenv("RANK", "1")
-    build_teacher(normal)
+    build_frozen(normal)
     assert not capsys.readouterr().out
 
 
@@ -1024,14 +1024,14 @@ def test_a_tag_has_quick_gelu_if_its_record_says_so(quick_gelu, monkeypatch, cap
         monkeypatch.setattr(module, "get_pretrained_cfg",
                             lambda name, tag: dict(url="", quick_gelu=True))
     monkeypatch.setattr(open_clip.factory, "download_pretrained", lambda *a, **k: path)
-    teacher = build_teacher("small-16/tag")
+    teacher = build_frozen("small-16/tag")
     assert torch.allclose(pooled(teacher, images), expected, atol=1e-4)
     assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind, side", (("clip", 96), ("ours", 48)))
 def test_a_teacher_resizes_images_to_have_the_students_grid(small_clips, teacher, kind, side):
-    ours = build_teacher("small-16/random" if kind == "clip" else teacher, grid=6)
+    ours = build_frozen("small-16/random" if kind == "clip" else teacher, grid=6)
     for size in (32, 112):
         images = torch.rand(2, 3, size, size)
         assert ours.image_size == side and ours(images).shape == (2, 37, ours.dim)
@@ -1045,14 +1045,14 @@ def test_every_kind_of_teacher_works_in_every_precision(small_clips, tmp_path, k
     path = write_checkpoint(tmp_path / "x.pt", experts=3 if kind == "experts" else 0)
     name = kind if "/" in kind else path
     images = torch.rand(2, 3, 32, 32)
-    teacher = build_teacher(name, grid=4)
+    teacher = build_frozen(name, grid=4)
     assert not any(p.requires_grad for p in teacher.parameters()) and not teacher.training
     exact = teacher(images)
     if name == path:
-        expected, _ = checkpoint.load_encoder(path).eval()(normalized(images))
-        assert torch.equal(exact, expected) and torch.equal(build_teacher(path)(images), expected)
+        expected, _ = encoders.load_encoder(path).eval()(normalized(images))
+        assert torch.equal(exact, expected) and torch.equal(build_frozen(path)(images), expected)
     for precision, error in ((torch.bfloat16, 0.03), (torch.float16, 0.003)):
-        half = build_teacher(name, grid=4).to(dtype=precision)
+        half = build_frozen(name, grid=4).to(dtype=precision)
         features = half(images)
         assert features.dtype == precision
         assert ((features.float() - exact).norm() / exact.norm()).item() < error
@@ -1081,7 +1081,7 @@ def test_timms_models_give_timms_features_without_registers(monkeypatch, name, p
     with torch.no_grad():
         tokens = theirs.forward_features(TF.normalize(images, config["mean"], config["std"]))
         cls = tokens[:, 0] if has_cls else theirs.forward_head(tokens, pre_logits=True)
-    teacher = build_teacher(f"timm/{name}/random", grid)
+    teacher = build_frozen(f"timm/{name}/random", grid)
     assert teacher.image_size == side and teacher.dim == tokens.shape[2]
     ours = teacher(images)
     torch.testing.assert_close(ours[:, 1:], tokens[:, prefix:], rtol=0, atol=1e-6)
@@ -1094,7 +1094,7 @@ def test_a_timm_model_has_the_hubs_weights_unless_they_are_random(monkeypatch):
     monkeypatch.setattr(timm, "create_model", create)
     for name in ("timm/vit", "timm/vit/random"):
         with pytest.raises(common.UserError, match=f"^{name}: no network$"):
-            build_teacher(name)
+            build_frozen(name)
     assert [each.kwargs["pretrained"] for each in create.call_args_list] == [True, False]
 
 
@@ -1110,7 +1110,7 @@ def test_what_cannot_be_a_teacher_is_named_with_the_reason(small_clips, tmp_path
     torch.save({"weight": torch.zeros(1)}, tmp_path / "x.pt")
     name = name.replace("FILE", str(tmp_path / "x.pt"))
     with pytest.raises(common.UserError) as caught:
-        build_teacher(name)
+        build_frozen(name)
     error = str(caught.value)
     assert error.startswith(f"{name}: {expected}") and len(error.splitlines()) == 1
 
@@ -1767,7 +1767,7 @@ def plain_pretraining(args, world=1):
     objectives = args.objective.split("_")
     images = data.open_images(args.data, "train", args.image_size)
     views = data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio)
-    teacher = checkpoint.load_encoder(args.teacher, grid=grid).eval()
+    teacher = encoders.load_encoder(args.teacher, grid=grid).eval()
     common.seed_torch(args.seed)
     encoder = model.build_vit(args.model, image_size=args.image_size, patch_size=args.patch_size,
                               experts=args.experts, moe_blocks=args.moe_blocks,
@@ -1876,10 +1876,10 @@ def plain_supervised(name, args, world=1):
     views = data.TrainViews(images, size, args.seed)
     if strong:
         views = supervised.StrongViews(images, size, args.seed, erase=not probe)
-    encoder = checkpoint.load_encoder(file, size // 8) if file else None
+    encoder = encoders.load_encoder(file, size // 8) if file else None
     common.seed_torch(args.seed)
     if not probe:
-        encoder = (checkpoint.load_encoder(file, size // 8) if file else
+        encoder = (encoders.load_encoder(file, size // 8) if file else
                    model.build_vit(args.model, image_size=size, patch_size=args.patch_size))
         set_drop_path(encoder, args.drop_path)
         frozen = {"fr": ("router.phi", "router.scale"), "fa": (".attn.",), "exd": (), "none": ()}
@@ -1968,7 +1968,7 @@ def test_two_processes_finetune_as_a_plain_loop_over_the_images_of_both(stage, t
 def plain_segmenter(args):
     """-> (what is trained, images -> UperNet's logits, of patch tokens before the final norm)"""
     common.seed_torch(args.seed)
-    encoder = checkpoint.load_encoder(args.checkpoint, args.crop_size // 8)
+    encoder = encoders.load_encoder(args.checkpoint, args.crop_size // 8)
     set_drop_path(encoder, args.drop_path)
     trained = nn.ModuleDict(dict(encoder=encoder,
                                  decoder=segment.UperNet(96, args.classes, args.width)))
@@ -2151,14 +2151,14 @@ def test_a_signal_that_reaches_the_loaders_too_stops_the_run_at_its_next_log_lin
     code, out, error = finish(start(driver(tmp_path, fault, log_every=11), *argv))
     assert code == 0 and "Traceback" not in error, error
     assert f"stopped by {number.name}" in out
-    assert checkpoint.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 11
+    assert encoders.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 11
 
 
 def test_a_second_ctrl_c_leaves_at_once(stage, tmp_path):
     fault = "step == 6 and [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
     code, _, error = finish(start(driver(tmp_path, fault), *stage("pretrain")))
     assert code == -signal.SIGINT and "Traceback" not in error
-    assert checkpoint.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 4
+    assert encoders.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 4
 
 
 @needs_loopback
@@ -2197,7 +2197,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(stage, monke
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(torch, "save", killed)
         train(argv)
-    assert_same_bits(before, checkpoint.load_checkpoint(tmp_path / "run" / "last.pt"))
+    assert_same_bits(before, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
     assert train(argv)[0]["step"] == 8
 
 
@@ -2232,7 +2232,7 @@ def test_other_flags_images_or_stages_are_another_run(capsys, stage, photos, tmp
     error = refusal(capsys, "pretrain", *argv, "--data", str(fewer))
     assert "--data had 32 images, has 31" in error
     assert str(tmp_path / "run") in refusal(capsys, "finetune", *stage("finetune"))
-    assert_same_bits(before, checkpoint.load_checkpoint(tmp_path / "run" / "last.pt"))
+    assert_same_bits(before, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
 
 
 def test_flags_that_say_where_how_fast_or_how_long_may_change(stage, photos, monkeypatch, tmp_path):
@@ -2264,10 +2264,10 @@ def test_kept_checkpoints_hold_the_model_and_what_rebuilds_it(stage, tmp_path):
     train(stage("pretrain", "--save-every 1 --max-steps 3"))      # no epoch, so it keeps nothing
     train(stage("pretrain", "--save-every 1"))
     for epoch in (0, 1, 2):
-        kept = checkpoint.load_checkpoint(tmp_path / "run" / f"epoch_000{epoch}.pt")
+        kept = encoders.load_checkpoint(tmp_path / "run" / f"epoch_000{epoch}.pt")
         assert kept["args"]["experts"] == 2
         assert (kept["step"], kept["epoch"]) == (4 * epoch, epoch)
-        assert "optimizer" not in kept and checkpoint.load_encoder(kept).moe_blocks == [1, 3]
+        assert "optimizer" not in kept and encoders.load_encoder(kept).moe_blocks == [1, 3]
 
 
 def test_the_best_checkpoint_is_that_of_the_highest_score_also_after_a_restart(
@@ -2281,7 +2281,7 @@ def test_the_best_checkpoint_is_that_of_the_highest_score_also_after_a_restart(
     best, state, log = play("finetune", argv)
     assert best == state["best"] == {"top1": 80.0, "top5": 85.0}
     assert [line["top1"] for line in log] == [0.0, 50.0, 80.0, 60.0, 80.0]
-    assert checkpoint.load_checkpoint(tmp_path / "run" / "best.pt")["step"] == 12      # the first
+    assert encoders.load_checkpoint(tmp_path / "run" / "best.pt")["step"] == 12      # the first
 
 
 # ------------------------------------------------------------ numbers that are not finite
@@ -2296,7 +2296,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_nothing_is_lost(stage, monke
         error = refusal(capsys, "pretrain", *argv)
     assert error.startswith("step 4: ")
     assert json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[-1])["loss"] is None
-    assert_same_bits(good, checkpoint.load_checkpoint(tmp_path / "run" / "last.pt"))
+    assert_same_bits(good, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
     assert train([*argv, "--amp", "bf16"])[0]["step"] == 8
 
 
@@ -2333,7 +2333,7 @@ def test_one_nan_in_the_optimizers_state_alone_is_not_saved(stage, capsys, monke
         return metrics
     monkeypatch.setattr(common, "optimizer_step", spoil)
     assert "last.pt" in refusal(capsys, "pretrain", *stage("pretrain", "--max-steps 2"))
-    assert_same_bits(good, checkpoint.load_checkpoint(tmp_path / "run" / "last.pt"))
+    assert_same_bits(good, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
 
 
 # ------------------------------------------------------------------- log, flags, compiling
@@ -2542,7 +2542,7 @@ def test_knn_is_the_weighted_vote_of_the_nearest(temperature, k):
 
 def test_knn_votes_on_cls_after_the_norm_of_normalized_images(photos, encoder, tmp_path,
                                                               monkeypatch):
-    vit = checkpoint.load_encoder(encoder).eval()
+    vit = encoders.load_encoder(encoder).eval()
     calls = spy(monkeypatch, knn, "classify")
     flags = ["-k", "7", "--temperature", "0.05", "--out", str(tmp_path), *QUICK]
     accuracy, = knn.main(knn.parse_args([encoder, "--data", photos, *flags]))
@@ -2591,7 +2591,7 @@ def test_a_checkpoint_with_experts_is_finetuned_with_all_three_recipes(stage, mo
     calls = spy(monkeypatch, supervised, "apply_recipe")
     argv = stage("finetune", "--max-steps 1 --weight-decay 0.1")
     after = play("finetune", argv)[1]["model"]
-    before = checkpoint.load_checkpoint(argv[0])["model"]
+    before = encoders.load_checkpoint(argv[0])["model"]
     assert [block.mlp.dropout for block in calls[0].args[1].blocks[1::2]] == [0.4, 0.4]
     frozen = {name for name in before if torch.equal(before[name], after[name])}
     assert frozen == {name for name in before
@@ -2934,7 +2934,7 @@ def test_routing_json_equals_numpy_on_the_same_weights(write_student, teacher, m
     chosen = rng.permutation(1024)[:5].tolist()
     sampled = torch.from_numpy(rng.random((5, 17)) < 60 / 5 / 17)
     views = torch.stack([data.center_view(images[i][0], 32) for i in chosen])
-    encoder = checkpoint.load_encoder(path).eval()
+    encoder = encoders.load_encoder(path).eval()
     x = encoder.embed(normalized(views / 255))
     seen = {}
     for i, block in enumerate(encoder.blocks):
@@ -2958,7 +2958,7 @@ def test_routing_json_equals_numpy_on_the_same_weights(write_student, teacher, m
     weight = seen[1][1].dispatch[:, 1:]
     state = torch.load(path)["model"]
     predicted = F.linear(x, state["head.weight"], state["head.bias"])
-    targets = build_teacher(teacher, 4)(views / 255)
+    targets = build_frozen(teacher, 4)(views / 255)
     loss = losses.token_loss(predicted, targets)[:, 1:]
     pair = torch.stack([weight[..., 0], loss])[:, sampled[:, 1:]]
     assert numbers["correlation"] == pytest.approx(torch.corrcoef(pair)[0, 1].item(), abs=1e-4)

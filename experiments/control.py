@@ -36,11 +36,11 @@ import data
 import finetune
 import knn
 import pretrain
+from encoders import build_frozen
 from losses import dispatch_entropy, patch_weights, token_loss, weighted_mean
 from model import normalize
 from run import rounded
 from shapes import Shapes
-from teacher import build_teacher
 
 ARMS = ("unweighted-0.5", "oracle-0.5", "softmin-0.5", "routed-0.5", "unweighted-0.1", "routed-0.1")
 # sets: where targets are planted, the size of images and patches, and the teacher's epochs
@@ -233,7 +233,7 @@ def run_series(options, name: str, epochs: int, seed: int):
     args = pretrain.parse_args([*RUN, *sizes, "--epochs", str(epochs), "--seed", str(seed),
                                 "--objective", "token"])
     process = common.Process(args)
-    teacher = build_teacher(f"{folder}/last.pt").to(process.device)
+    teacher = build_frozen(f"{folder}/last.pt").to(process.device)
     train_set = Cached(source, "train", size, options.images)
     val_set = Cached(source, "val", size, 1024)
     views, val_views = (Views(each, size, view_seed, size // patch, args.mask_ratio)

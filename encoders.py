@@ -1,0 +1,280 @@
+"""Encoders that exist already: to go on training, and frozen, as teachers and to be measured.
+
+`load_encoder` reads a file: a checkpoint of ours or of the authors' release, or a plain ViT, which
+is a state dict whose tensors have timm's names, as the files of timm, MAE, DeiT and DINO have. The
+encoder takes images in ImageNet's mean and standard deviation, so it must have been trained with
+these. `build_frozen` also takes the models of open_clip and timm by name, and knows theirs.
+"""
+
+import argparse
+import math
+import os
+import re
+import textwrap
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common import UserError
+from model import IMAGENET_MEAN, IMAGENET_STD, ViT, normalize
+
+# -------------------------------------------------------------------------- from a file
+
+# Beginnings of the names of tensors that other repositories save beside the encoder's.
+NOT_ENCODER = re.compile(
+    r"\w*head|decoder|mask_token|fc_norm|pre_logits|predictor|projector")
+
+
+def load_checkpoint(path: str | Path) -> dict:
+    """Reads a checkpoint file. Raises UserError.
+
+    The result has "model", a state dict in which the names of the encoder's tensors begin with
+    "encoder."; "encoder", the arguments of `ViT`; "args", the flags of the run; "path"; and
+    whatever else a file of ours holds. Other files are converted to this form. No code in a file
+    ever runs.
+    """
+    try:
+        # MAE and DeiT save their flags, an argparse.Namespace, beside the weights
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            file = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except Exception as error:      # another format, a file cut short, code: each has its own
+        raise UserError(f"{path}: not a PyTorch file of plain tensors, or damaged") from error
+    try:
+        if not {"model", "encoder", "args"} <= file.keys():
+            file = convert(file)
+        if not isinstance(file["encoder"], dict):
+            raise ValueError("a probe's head, without its encoder")
+    except Exception as error:      # whatever the file holds instead
+        raise UserError(f"{path}: neither an ExPLoRe checkpoint nor a ViT with timm's names "
+                        f"({one_line(error)})") from error
+    return file | {"path": str(path)}
+
+
+def convert(file: dict) -> dict:
+    """Converts other people's ViT weights to the form of our checkpoints.
+
+    Heads and decoders are dropped. Other tensors that our encoder has no place for, such as
+    register tokens, are kept, so that `load_encoder` refuses the file: without them, the
+    features would be wrong, and nothing would say so.
+    """
+    state = file.get("model", file.get("state_dict", file))
+    state = {name.removeprefix("module."): x for name, x in state.items() if isinstance(x, Tensor)}
+    # the authors' release saves its student and its teacher in one state dict
+    if any(name.startswith("student.") for name in state):
+        state = {name.removeprefix("student."): x for name, x in state.items()
+                 if name.startswith("student.")}
+    state = {name: x for name, x in state.items() if not NOT_ENCODER.match(name)}
+
+    grid = math.isqrt(state["pos_embed"].shape[1] - 1)
+    dim, _, patch_size, _ = state["patch_embed.proj.weight"].shape
+    if dim % 64:
+        raise ValueError(f"nothing says how many attention heads a width of {dim} has")
+    heads = 16 if dim == 1280 else dim // 64      # ViT-H; weights have the same shapes for any
+    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+    moe_blocks = [i for i in range(depth) if f"blocks.{i}.mlp.phi" in state]
+    experts = state[f"blocks.{moe_blocks[0]}.mlp.phi"].numel() // dim if moe_blocks else 0
+    for i in range(depth):
+        convert_block(state, f"blocks.{i}.", dim, experts)
+    config = dict(image_size=grid * patch_size, patch_size=patch_size, dim=dim, depth=depth,
+                  heads=heads, experts=experts, moe_blocks=moe_blocks)
+    model = {f"encoder.{name}": x for name, x in state.items()}
+    return {"model": model, "encoder": config, "args": {}}
+
+
+def convert_block(state: dict[str, Tensor], at: str, dim: int, experts: int):
+    """Gives the tensors of one block, whose names start with `at`, our names and shapes."""
+    for n in (1, 2):      # a block without LayerScale scales by one
+        gamma = state.pop(f"{at}gamma_{n}", torch.ones(dim))
+        state.setdefault(f"{at}ls{n}.gamma", gamma)
+    # The release's keys have no bias. It would add the same to all logits of a query, so that
+    # zeros are as good.
+    if f"{at}attn.q_bias" in state:
+        q, v = state.pop(f"{at}attn.q_bias"), state.pop(f"{at}attn.v_bias")
+        state[f"{at}attn.qkv.bias"] = torch.cat([q, torch.zeros_like(q), v])
+    if f"{at}mlp.phi" in state:      # the release has one more dimension, for its one slot
+        state[f"{at}mlp.router.phi"] = state.pop(f"{at}mlp.phi").view(dim, experts)
+        state[f"{at}mlp.router.scale"] = state.pop(f"{at}mlp.scale").view(())
+        for n in (1, 2):             # its experts are linear layers
+            layers = [f"{at}mlp.experts.{e}.fc{n}" for e in range(experts)]
+            state[f"{at}mlp.w{n}"] = torch.stack([state.pop(f"{x}.weight").T for x in layers])
+            state[f"{at}mlp.b{n}"] = torch.stack([state.pop(f"{x}.bias") for x in layers])
+
+
+def load_encoder(source: str | Path | dict, grid: int | None = None,
+                 drop_path: float = 0.0) -> ViT:
+    """The encoder of a checkpoint file, or of what `load_checkpoint` returned. Raises UserError.
+
+    `grid` is the number of patches on a side of its images: position embeddings are resized to
+    it. By default, they stay as they are.
+    """
+    checkpoint = source if isinstance(source, dict) else load_checkpoint(source)
+    config = dict(checkpoint["encoder"])
+    state = {name.removeprefix("encoder."): x for name, x in checkpoint["model"].items()
+             if name.startswith("encoder.")}
+    try:
+        if grid is not None and "pos_embed" in state:
+            config["image_size"] = grid * config["patch_size"]
+            state["pos_embed"] = resize_pos_embed(state["pos_embed"], grid)
+        encoder = ViT(**config, drop_path=drop_path)
+        encoder.load_state_dict(state)
+    except RuntimeError as error:
+        raise UserError(f"{checkpoint['path']}: {one_line(error)}") from error
+    return encoder
+
+
+def resize_pos_embed(pos_embed: Tensor, grid: int) -> Tensor:
+    """Resizes position embeddings by bicubic interpolation; that of [CLS] stays as it is.
+
+    [1, 1 + M * M, D] -> [1, 1 + grid * grid, D], in float32 if M is not `grid`.
+    """
+    old = math.isqrt(pos_embed.shape[1] - 1)
+    if old == grid:
+        return pos_embed
+    # float32, because interpolation on a CPU does not take half precision
+    cls, patches = pos_embed.float().tensor_split([1], dim=1)
+    patches = patches.unflatten(1, (old, old)).permute(0, 3, 1, 2)
+    patches = F.interpolate(patches, (grid, grid), mode="bicubic", antialias=True)
+    return torch.cat([cls, patches.flatten(2).transpose(1, 2)], dim=1)
+
+
+# ---------------------------------------------------------------------- frozen, by name
+
+class FrozenEncoder(nn.Module):
+    """Turns images into tokens: [B, 3, S, S] in [0, 1] -> [B, 1 + N, dim].
+
+    [CLS] comes first. The images may have any size: they are resized to `image_size`, and
+    normalized by the model's own `mean` and `std`.
+    """
+
+    def __init__(self, image_size: int, dim: int, mean: tuple, std: tuple):
+        super().__init__()
+        self.image_size, self.dim, self.mean, self.std = image_size, dim, mean, std
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.shape[-1] != self.image_size:
+            images = F.interpolate(images, (self.image_size, self.image_size), mode="bicubic",
+                                   antialias=True)
+        images = normalize(images.clamp(0, 1), self.mean, self.std)
+        return self.tokens(images.to(next(self.parameters()).dtype))
+
+
+class CheckpointEncoder(FrozenEncoder):
+    """The encoder of any checkpoint that `load_encoder` reads: its tokens after the last norm."""
+
+    def __init__(self, path: str, grid: int | None):
+        checkpoint = load_checkpoint(path)
+        encoder = load_encoder(checkpoint, grid)
+        super().__init__(encoder.grid * encoder.patch_size, encoder.dim, IMAGENET_MEAN,
+                         IMAGENET_STD)
+        self.encoder = encoder
+        self.step, self.epoch = checkpoint.get("step"), checkpoint.get("epoch")
+
+    def tokens(self, images: Tensor) -> Tensor:
+        return self.encoder(images)[0]
+
+
+class ClipEncoder(FrozenEncoder):
+    """CLIP's ViT from open_clip: its tokens after the last block, before `ln_post`.
+
+    `pretrained` is one of open_clip's tags, a file, or "random".
+    """
+
+    def __init__(self, name: str, pretrained: str, grid: int | None):
+        import open_clip
+        config = open_clip.get_model_config(name) or {"vision_cfg": {}}
+        # open_clip's ResNets and ConvNeXts, and its ViTs that come from timm, have none
+        patch_size = config["vision_cfg"].get("patch_size")
+        if not patch_size or not pretrained:
+            raise ValueError("no such file, and neither MODEL/PRETRAINED of an open_clip ViT, such "
+                             "as ViT-B-16/openai, nor timm/NAME")
+        # OpenAI's weights were trained with QuickGELU. With any other activation, every target
+        # is wrong, and nothing says so. open_clip knows which tags need it; of a file, the user
+        # has to.
+        quick_gelu = open_clip.get_pretrained_cfg(name, pretrained).get("quick_gelu", False)
+        visual = open_clip.create_model(name, None if pretrained == "random" else pretrained,
+                                        force_quick_gelu=quick_gelu).visual
+        quick = name.endswith("-quickgelu")
+        other = name.removesuffix("-quickgelu") if quick else f"{name}-quickgelu"
+        if (Path(pretrained).is_file() and other in open_clip.list_models()
+                and os.environ.get("RANK", "0") == "0"):
+            used, instead = ("QuickGELU", "GELU") if quick else ("GELU", "QuickGELU")
+            print(f"{name}/{pretrained} uses {used}; for weights that were trained with {instead}, "
+                  f"give {other}/{pretrained}")
+
+        if grid is not None:
+            position = resize_pos_embed(visual.positional_embedding[None], grid)[0]
+            visual.positional_embedding = nn.Parameter(position.detach())
+        size = grid * patch_size if grid else visual.image_size[0]
+        normalization = visual.preprocess_cfg
+        super().__init__(size, visual.conv1.out_channels, normalization["mean"],
+                         normalization["std"])
+        self.visual = visual
+
+    def tokens(self, images: Tensor) -> Tensor:
+        last = self.visual.forward_intermediates(
+            images, indices=1,      # the last one
+            intermediates_only=True, output_fmt="NLC", output_extra_tokens=True)
+        return torch.cat([last["image_intermediates_prefix"][0],
+                          last["image_intermediates"][0]], dim=1)
+
+
+class TimmEncoder(FrozenEncoder):
+    """A ViT from timm: the tokens of its own `forward_features`.
+
+    Register tokens are dropped. If the model has no [CLS] token, its pooled output is used
+    instead. `name` is timm's name of the model, for weights from the Hugging Face Hub, or
+    NAME/random.
+    """
+
+    def __init__(self, name: str, grid: int | None):
+        import timm
+        model = name.removesuffix("/random")
+        vit = timm.create_model(model, pretrained=model == name, num_classes=0)
+        # of timm's models, plain ViTs have both
+        if not (hasattr(vit, "num_prefix_tokens") and hasattr(vit, "set_input_size")):
+            raise ValueError("not a plain vision transformer, as ViT, DeiT, DINOv2 and EVA are")
+        config = timm.data.resolve_model_data_config(vit)
+        size = grid * vit.patch_embed.patch_size[0] if grid else config["input_size"][-1]
+        vit.set_input_size(img_size=(size, size))
+        super().__init__(size, vit.num_features, config["mean"], config["std"])
+        self.vit = vit
+
+    def tokens(self, images: Tensor) -> Tensor:
+        tokens = self.vit.forward_features(images)
+        cls = tokens[:, :1]
+        if getattr(self.vit, "cls_token", None) is None:
+            cls = self.vit.forward_head(tokens, pre_logits=True)[:, None]
+        return torch.cat([cls, tokens[:, self.vit.num_prefix_tokens:]], dim=1)
+
+
+def build_frozen(name: str, grid: int | None = None) -> FrozenEncoder:
+    """The model of this name, frozen, in eval mode. Raises UserError.
+
+    `name` is a checkpoint file, timm/NAME or open_clip's MODEL/PRETRAINED. The first "/" ends
+    MODEL, so PRETRAINED may be the path of a file. `grid` is the number of patches on a side of
+    its images, a student's for its teacher. By default, images have the model's own size.
+    """
+    model, _, pretrained = name.partition("/")
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)      # so that "random" weights are the same every time
+            if Path(name).is_file():
+                frozen = CheckpointEncoder(name, grid)
+            elif model == "timm":
+                frozen = TimmEncoder(pretrained, grid)
+            else:
+                frozen = ClipEncoder(model, pretrained, grid)
+    except UserError:      # of a checkpoint: its message begins with the path
+        raise
+    except Exception as error:      # timm and open_clip raise many kinds
+        raise UserError(f"{name}: {one_line(error)}") from error
+    return frozen.eval().requires_grad_(False)
+
+
+def one_line(error: Exception) -> str:
+    """An error's message as one line, shortened: the first line alone may say nothing."""
+    return textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__
