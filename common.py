@@ -70,7 +70,7 @@ def make_parser(doc: str, arguments: str = "") -> argparse.ArgumentParser:
     group.add_argument(
         "--data", metavar="FOLDER", default=os.environ.get("IMAGENET", "data/imagenet"),
         help="a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (segment.py: in ADE20K's "
-             "layout; pretrain.py and routing.py: any folder of images); or cifar10 or food101 "
+             "layout; pretrain.py and analyze.py: any folder of images); or cifar10 or food101 "
              "in data/; or shapes or shapes-noise, which are drawn on the fly. $IMAGENET, if set, "
              "is the default")
     group.add_argument("--workers", type=non_negative_int, default=min(16, count_cores()),

@@ -9,5 +9,5 @@ small="--data shapes --model vit_nano --image-size 48 --patch-size 6 --batch-siz
 python finetune.py $small --augment plain --layer-decay 1 --out runs/demo-teacher
 python pretrain.py $small --teacher runs/demo-teacher/last.pt --entropy-weight 0.5 --save-every 1 --out runs/demo "$@"
 python knn.py runs/demo-teacher/last.pt runs/demo/epoch_0000.pt runs/demo/last.pt --data shapes --amp off --out runs/demo
-python routing.py runs/demo/epoch_*.pt --data shapes --images 50 --amp off
+python analyze.py runs/demo/epoch_*.pt --data shapes --images 50 --amp off
 python plot.py runs/demo

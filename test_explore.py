@@ -44,6 +44,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
+import analyze
 import balance
 import common
 import data
@@ -55,7 +56,6 @@ import losses
 import model
 import plot
 import pretrain
-import routing
 import run
 import segment
 import supervised
@@ -72,7 +72,7 @@ torch.set_num_threads(1)
 gc.freeze()      # what the imports made is never garbage, so the collector need not look at it
 HERE = Path(__file__).parent
 SCRIPTS = {"pretrain": pretrain, "finetune": finetune, "linear": linprobe, "ep": linprobe,
-           "segment": segment, "knn": knn, "routing": routing, "plot": plot}
+           "segment": segment, "knn": knn, "analyze": analyze, "plot": plot}
 QUICK = ["--amp", "off", "--workers", "0"]
 TOY = ["--model", "vit_nano", "--image-size", "32", "--patch-size", "8", "--batch-size", "8",
        *QUICK]
@@ -2855,7 +2855,7 @@ def test_a_bad_annotation_is_named(stage, scenes, tmp_path, capsys, content, exp
     assert expected.format(path=path) in refusal(capsys, "segment", *argv)
 
 
-# ------------------------------------------------------------------------------ routing
+# ------------------------------------------------------------------------------ analyze
 
 def test_the_silhouette_is_that_of_the_definition():
     features = 1000 + randn(41, 4)
@@ -2870,10 +2870,10 @@ def test_the_silhouette_is_that_of_the_definition():
             a = mean.pop(label)
             b = min(mean.values())
             values.append((b - a) / max(a, b) if (labels == label).sum() > 1 else 0)
-        assert routing.silhouette(features, labels) == pytest.approx(np.mean(values), rel=1e-6)
-        assert routing.silhouette(features.float(), labels) == pytest.approx(np.mean(values), 1e-2)
-    assert routing.silhouette(features, torch.zeros_like(labels)) == 0      # of one cluster
-    assert routing.silhouette(torch.zeros_like(features), labels) == 0      # of one point
+        assert analyze.silhouette(features, labels) == pytest.approx(np.mean(values), rel=1e-6)
+        assert analyze.silhouette(features.float(), labels) == pytest.approx(np.mean(values), 1e-2)
+    assert analyze.silhouette(features, torch.zeros_like(labels)) == 0      # of one cluster
+    assert analyze.silhouette(torch.zeros_like(features), labels) == 0      # of one point
 
 
 def test_json_has_no_word_for_nan():
@@ -2917,16 +2917,16 @@ FIVE = ["--data", "shapes", "--images", "5", "--seed", "3", *QUICK]      # drawn
 
 
 def show(*argv):
-    """Runs routing.py on five images -> its numbers, a dict for each checkpoint"""
-    return routing.main(routing.parse_args([*argv, *FIVE]))
+    """Runs analyze.py on five images -> its numbers, a dict for each checkpoint"""
+    return analyze.main(analyze.parse_args([*argv, *FIVE]))
 
 
 @torch.no_grad()
 def test_routing_json_equals_numpy_on_the_same_weights(write_student, teacher, monkeypatch):
-    monkeypatch.setattr(routing, "TOKENS", 60)
+    monkeypatch.setattr(analyze, "TOKENS", 60)
     path = write_student("one")
-    args = routing.parse_args([path, *FIVE, "--batch-size", "2", "--block", "1"])
-    measured = routing.measure(path, args, common.Process(args))
+    args = analyze.parse_args([path, *FIVE, "--batch-size", "2", "--block", "1"])
+    measured = analyze.measure(path, args, common.Process(args))
     numbers = measured["numbers"]
 
     rng = np.random.default_rng(3)
@@ -2951,7 +2951,7 @@ def test_routing_json_equals_numpy_on_the_same_weights(write_student, teacher, m
         expected = {"block": block, "scale": 3 + block, "cls_share": dispatch[:, 0].mean(0),
                     "entropy": -(dispatch * np.log(dispatch)).sum(1).mean(0),
                     "dispatch_cv": (patches.std(1) / patches.mean(1)).mean(0),
-                    "silhouette": routing.silhouette(entered[sampled], labels)}
+                    "silhouette": analyze.silhouette(entered[sampled], labels)}
         for name, value in expected.items():
             assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
 
@@ -2984,8 +2984,8 @@ def test_each_checkpoint_in_turn_has_its_loss_block_and_with_its_teacher_a_corre
 def test_heatmaps_show_each_experts_weights_over_each_image(write_student, drawn):
     path = write_student("one $x$")
     show(path, write_student("other", scale=9.0))
-    args = routing.parse_args([path, *FIVE])
-    one = routing.measure(path, args, common.Process(args))
+    args = analyze.parse_args([path, *FIVE])
+    one = analyze.measure(path, args, common.Process(args))
     axes = np.array(drawn["heatmaps.png"].axes[:35]).reshape(7, 5)      # images, 2 x 3 experts
     for column, image in enumerate(one["images"].permute(0, 2, 3, 1).numpy()):
         assert np.array_equal(axes[0, column].images[0].get_array(), image)
@@ -3014,19 +3014,19 @@ def test_of_more_than_two_checkpoints_expert_0_is_drawn_in_the_order_given(write
         "{name}: r = {correlation:.3f}".format(**numbers) for numbers in models]
 
 
-def test_routing_says_in_one_line_what_it_cannot_measure(write_student, tmp_path, capsys):
+def test_the_analysis_says_in_one_line_what_it_cannot_measure(write_student, tmp_path, capsys):
     plain = write_checkpoint(tmp_path / "e0.pt")
-    assert refusal(capsys, "routing", plain, *FIVE) == f"{plain} has no experts"
+    assert refusal(capsys, "analyze", plain, *FIVE) == f"{plain} has no experts"
     path = write_student("a")
-    assert "--block 2: " in refusal(capsys, "routing", path, "--block", "2", *FIVE)
+    assert "--block 2: " in refusal(capsys, "analyze", path, "--block", "2", *FIVE)
     (tmp_path / "broken.jpg").write_text("no image")
-    error = refusal(capsys, "routing", path, "--data", str(tmp_path), *QUICK)
+    error = refusal(capsys, "analyze", path, "--data", str(tmp_path), *QUICK)
     assert str(tmp_path / "broken.jpg") in error
     file = torch.load(path)
     for name in ("encoder.norm.bias", "head.bias"):
         bad = file["model"] | {name: torch.full_like(file["model"][name], math.nan)}
         torch.save(file | {"model": bad}, path)
-        assert f"{path}: " in (error := refusal(capsys, "routing", path, *FIVE))
+        assert f"{path}: " in (error := refusal(capsys, "analyze", path, *FIVE))
         assert "not finite" in error
 
 

@@ -1,8 +1,8 @@
 """What the router learned: the dispatch weights of whole images, in pictures and numbers.
 
-    python routing.py runs/coupled/last.pt --data FOLDER_OR_PHOTO
-    python routing.py runs/coupled/last.pt runs/detached/last.pt    # two models side by side
-    python routing.py runs/coupled/epoch_*.pt                       # one run, epoch by epoch
+    python analyze.py runs/coupled/last.pt --data FOLDER_OR_PHOTO
+    python analyze.py runs/coupled/last.pt runs/detached/last.pt    # two models side by side
+    python analyze.py runs/coupled/epoch_*.pt                       # one run, epoch by epoch
 
 What most runs change: --data, --images, --block, --out. It writes
   heatmaps.png     the weight of each patch, over some images (Fig. 1 and A1)
@@ -20,6 +20,7 @@ import argparse
 import json
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ import data
 from common import UserError, non_negative_int, plain, positive_int
 from encoders import FrozenEncoder, build_frozen, load_checkpoint, load_encoder
 from losses import dispatch_cv, dispatch_entropy, token_loss
-from model import normalize
+from model import ViT, normalize
 from run import rounded
 
 IMAGES = 6           # at most, in heatmaps.png
@@ -42,7 +43,7 @@ TOKENS = 10_000      # about as many for the silhouette: distances of all pairs 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = common.make_parser(__doc__, "CHECKPOINT [CHECKPOINT ...] ")
     parser.set_defaults(compile=False)      # to compile takes longer than a few images
-    group = parser.add_argument_group("routing")
+    group = parser.add_argument_group("analysis")
     group.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="models with experts")
     group.add_argument(
         "--images", type=positive_int, default=200,
@@ -82,38 +83,45 @@ def silhouette(features: Tensor, labels: Tensor) -> float:
     return s.where(sizes[labels] > 1, 0).mean().item()
 
 
+def find_teacher(checkpoint: dict, grid: int, process: common.Process) -> FrozenEncoder | None:
+    """The teacher that trained a student, or None, after printing why there is none."""
+    try:
+        name = checkpoint["args"].get("teacher")
+        if not name:
+            raise UserError("no teacher trained it")
+        return build_frozen(name, grid).to(process.device, process.amp)
+    except UserError as error:
+        print(f"{checkpoint['path']}: no correlation with the token loss: {error}")
+        return None
+
+
+class Seen(NamedTuple):
+    """What one model makes of M images: N patches, T = 1 + N tokens, M' of which are sampled."""
+    images: Tensor                  # uint8 [IMAGES, 3, S, S], of the pictures
+    sampled: Tensor                 # bool [M, T]
+    entering: dict[int, Tensor]     # {MoE block: the sampled tokens that enter it, [M', D]}
+    dispatch: dict[int, Tensor]     # {MoE block: its dispatch weights [M, T, E]}
+    losses: Tensor | None           # the token losses of patches, [M, N]; None without a teacher
+
+
 @torch.no_grad()
-def measure(path: str, args, process: common.Process) -> dict:
-    """Measures one checkpoint on M images -> what is written and drawn of it. Raises UserError.
+def collect(checkpoint: dict, encoder: ViT, args, process: common.Process) -> Seen:
+    """Lets `encoder` and its teacher see the images, in batches. Raises UserError.
 
-    numbers: for routing.json. images: uint8 [IMAGES, 3, S, S]. weights: the dispatch weights of
-    their patches in the block that is shown, [IMAGES, N, E], where 1 is uniform. points: expert
-    0's weight and the token loss of sampled patches, [2, M'], or None without a teacher.
+    Images and sampled tokens are the same for all models of one image and patch size.
     """
-    checkpoint = load_checkpoint(path)
-    encoder = load_encoder(checkpoint).to(process.device).eval()
-    blocks = encoder.moe_blocks
-    if not blocks:
-        raise UserError(f"{path} has no experts")
-    shown = args.block
-    if shown is None:
-        shown = max(checkpoint["args"].get("loss_block") or blocks)
-    if shown not in blocks:
-        raise UserError(f"--block {shown}: the MoE blocks of {path} are {blocks}")
-    teacher = find_teacher(checkpoint, encoder.grid, process)
-    head = {name: parameter.to(process.device) for name, parameter in checkpoint["model"].items()
-            if name.startswith("head.")}
-    if args.compile:
-        encoder.compile_blocks()
-
-    # The same images and tokens for all checkpoints of one image and patch size.
-    size = encoder.config["image_size"]
+    size, blocks = encoder.config["image_size"], encoder.moe_blocks
     dataset = data.open_images(args.data, "val", size, labels=False)
     views = data.CenterViews(dataset, size)
     rng = np.random.default_rng(args.seed)
     indices = torch.from_numpy(rng.permutation(len(dataset))[:args.images])
     sampled = torch.from_numpy(rng.random((len(indices), 1 + encoder.grid ** 2)))
-    sampled = (sampled < TOKENS / sampled.numel()).to(process.device)               # bool [M, T]
+    sampled = (sampled < TOKENS / sampled.numel()).to(process.device)
+    teacher = find_teacher(checkpoint, encoder.grid, process)
+    head = {name: parameter.to(process.device) for name, parameter in checkpoint["model"].items()
+            if name.startswith("head.")}
+    if args.compile:
+        encoder.compile_blocks()
 
     entering, dispatch, losses = {i: [] for i in blocks}, {i: [] for i in blocks}, []
     order = [batch.tolist() for batch in indices.split(args.batch_size)]
@@ -131,49 +139,59 @@ def measure(path: str, args, process: common.Process) -> dict:
             tokens = encoder.norm(x)
         if teacher:
             pred = F.linear(tokens.float(), head["head.weight"], head["head.bias"])
-            losses.append(token_loss(pred[:, 1:], teacher(images)[:, 1:].float()))  # [B, N]
+            losses.append(token_loss(pred[:, 1:], teacher(images)[:, 1:].float()))
         if not all(output.isfinite().all() for output in (tokens, *losses[-1:])):
-            raise UserError(f"{path}: its tokens or token losses are not finite "
+            raise UserError(f"{checkpoint['path']}: its tokens or token losses are not finite "
                             f"with --amp {args.amp}")
-    dispatch = {i: torch.cat(parts) for i, parts in dispatch.items()}               # [M, T, E]
+    entering, dispatch = ({i: torch.cat(parts) for i, parts in each.items()}
+                          for each in (entering, dispatch))
+    pictures = torch.stack([views[i]["image"] for i in indices[:IMAGES].tolist()])
+    return Seen(pictures, sampled, entering, dispatch, torch.cat(losses) if teacher else None)
+
+
+def measure(path: str, args, process: common.Process) -> dict:
+    """Measures one checkpoint -> what is written and drawn of it. Raises UserError.
+
+    numbers: for routing.json. images: uint8 [IMAGES, 3, S, S]. weights: the dispatch weights of
+    their patches in the block that is shown, [IMAGES, N, E], where 1 is uniform. points: expert
+    0's weight and the token loss of sampled patches, [2, M'], or None without a teacher.
+    """
+    checkpoint = load_checkpoint(path)
+    encoder = load_encoder(checkpoint).to(process.device).eval()
+    blocks = encoder.moe_blocks
+    if not blocks:
+        raise UserError(f"{path} has no experts")
+    shown = args.block
+    if shown is None:
+        shown = max(checkpoint["args"].get("loss_block") or blocks)
+    if shown not in blocks:
+        raise UserError(f"--block {shown}: the MoE blocks of {path} are {blocks}")
+    seen = collect(checkpoint, encoder, args, process)
 
     # The numbers of each block; lists have one for each expert.
     file = Path(path).resolve()
     numbers = {"checkpoint": path, "name": f"{file.parent.name}/{file.stem}", "block": shown,
-               "images": len(indices), "blocks": []}
-    for i, of_block in dispatch.items():
-        expert = of_block[sampled].argmax(1)
+               "images": len(seen.sampled), "blocks": []}
+    for i, dispatch in seen.dispatch.items():
+        expert = dispatch[seen.sampled].argmax(1)
         numbers["blocks"].append({
-            "block": i, "silhouette": silhouette(torch.cat(entering[i]), expert),
+            "block": i, "silhouette": silhouette(seen.entering[i], expert),
             "scale": encoder.blocks[i].mlp.router.scale.item(),
-            "entropy": dispatch_entropy(of_block).tolist(),
-            "dispatch_cv": dispatch_cv(of_block[:, 1:]).tolist(),
-            "cls_share": of_block[:, 0].mean(0).tolist()})
+            "entropy": dispatch_entropy(dispatch).tolist(),
+            "dispatch_cv": dispatch_cv(dispatch[:, 1:]).tolist(),
+            "cls_share": dispatch[:, 0].mean(0).tolist()})
 
     # What the router of the block that is shown makes of patches, which have losses.
-    weights = dispatch[shown][:, 1:] * sampled.shape[1]                             # [M, N, E]
+    patches = seen.sampled[:, 1:]
+    weights = seen.dispatch[shown][:, 1:] * seen.sampled.shape[1]                   # [M, N, E]
     points = None
-    if teacher:
-        patches = sampled[:, 1:]
-        points = torch.stack([weights[..., 0][patches], torch.cat(losses)[patches]]).double()
+    if seen.losses is not None:
+        points = torch.stack([weights[..., 0][patches], seen.losses[patches]]).double()
         numbers["correlation"] = torch.corrcoef(points)[0, 1].item()
         points = points.cpu().numpy()
-    images = torch.stack([views[i]["image"] for i in indices[:IMAGES].tolist()])
     # cloned, because a slice alone would keep the weights of all images in memory
-    return dict(numbers=numbers, images=images, weights=weights[:IMAGES].clone().cpu(),
+    return dict(numbers=numbers, images=seen.images, weights=weights[:IMAGES].clone().cpu(),
                 points=points)
-
-
-def find_teacher(checkpoint: dict, grid: int, process: common.Process) -> FrozenEncoder | None:
-    """The teacher that trained a student, or None, after printing why there is none."""
-    try:
-        name = checkpoint["args"].get("teacher")
-        if not name:
-            raise UserError("no teacher trained it")
-        return build_frozen(name, grid).to(process.device, process.amp)
-    except UserError as error:
-        print(f"{checkpoint['path']}: no correlation with the token loss: {error}")
-        return None
 
 
 def report(numbers: dict):
