@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from model import decays
+
 # ------------------------------------------------------------------------------- errors
 
 class UserError(Exception):
@@ -245,18 +247,15 @@ def learning_rate(step: int, steps: int, warmup: int, lr: float, min_lr: float,
 def adamw(model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float],
           lr_scale=lambda name: 1.0) -> torch.optim.AdamW:
     """AdamW over the parameters that are not frozen, each at lr_scale(name) times the rate.
-
-    Weight decay leaves out biases (also the experts' b1 and b2, which have two dimensions), norms,
-    LayerScale, `scale`, position embeddings, [CLS] and mask tokens.
+    `model.decays` says which have weight decay.
     """
     groups = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decays = parameter.ndim > 1 and not name.endswith(
-                (".b1", ".b2", "pos_embed", "_token"))
-            groups.setdefault((decays, lr_scale(name)), []).append(parameter)
-    groups = [dict(params=parameters, weight_decay=weight_decay * decays, lr_scale=scale)
-              for (decays, scale), parameters in groups.items()]
+            key = decays(name, parameter), lr_scale(name)
+            groups.setdefault(key, []).append(parameter)
+    groups = [dict(params=parameters, weight_decay=weight_decay * decayed, lr_scale=scale)
+              for (decayed, scale), parameters in groups.items()]
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
 

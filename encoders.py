@@ -97,7 +97,7 @@ def convert_block(state: dict[str, Tensor], at: str, dim: int, experts: int):
         state[f"{at}attn.qkv.bias"] = torch.cat([q, torch.zeros_like(q), v])
     if f"{at}mlp.phi" in state:      # the release has one more dimension, for its one slot
         state[f"{at}mlp.router.phi"] = state.pop(f"{at}mlp.phi").view(dim, experts)
-        state[f"{at}mlp.router.scale"] = state.pop(f"{at}mlp.scale").view(())
+        state[f"{at}mlp.router.scale"] = state.pop(f"{at}mlp.scale").view(1)
         for n in (1, 2):             # its experts are linear layers
             layers = [f"{at}mlp.experts.{e}.fc{n}" for e in range(experts)]
             state[f"{at}mlp.w{n}"] = torch.stack([state.pop(f"{x}.weight").T for x in layers])

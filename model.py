@@ -27,8 +27,17 @@ PRESETS = {
     "vit_small": dict(dim=384, depth=12, heads=6),
     "vit_base": dict(dim=768, depth=12, heads=12),
     "vit_large": dict(dim=1024, depth=24, heads=16),
+    "vit_huge": dict(dim=1280, depth=32, heads=16),
 }
 DECODER = dict(dim=512, depth=8, heads=16)      # App. E
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether this parameter has weight decay: all have but biases (also the experts' b1 and b2,
+    which have two dimensions), norms, LayerScale, `scale`, position embeddings, [CLS] and mask
+    tokens.
+    """
+    return parameter.ndim > 1 and not name.endswith((".b1", ".b2", "pos_embed", "_token"))
 
 
 def normalize(images: Tensor, mean=IMAGENET_MEAN, std=IMAGENET_STD) -> Tensor:
@@ -60,7 +69,8 @@ class Router(nn.Module):
     def __init__(self, dim: int, experts: int = 1):
         super().__init__()
         self.phi = nn.Parameter(torch.empty(dim, experts))   # what each expert looks for
-        self.scale = nn.Parameter(torch.ones(()))            # 1 / temperature of the softmaxes
+        # 1 / temperature of the softmaxes; no scalar, because fully_shard takes none
+        self.scale = nn.Parameter(torch.ones(1))
         # Only the direction of a phi matters to the weights. Its length sets how fast AdamW turns
         # it; this bound is that of the authors' code.
         nn.init.uniform_(self.phi, -experts ** -0.5, experts ** -0.5)
@@ -237,6 +247,10 @@ class ViT(nn.Module):
                 routings[i] = routing
         return self.norm(x), routings
 
+    def no_weight_decay(self) -> set[str]:
+        """The names of parameters without weight decay, as timm's optimizers ask for them."""
+        return {name for name, parameter in self.named_parameters() if not decays(name, parameter)}
+
     def compile_blocks(self):
         """Lets torch.compile compile each block, in place: few graphs serve all of them."""
         for block in self.blocks:
@@ -370,6 +384,8 @@ class Explore(nn.Module):
             tokens, routing = self.encoder(images, ids_keep)
         pixels = self.decoder(tokens[:, 1:], ids_keep, mask) if self.decoder else None
         return Prediction(self.head(tokens), pixels, routing, ids_keep)
+
+    no_weight_decay = ViT.no_weight_decay
 
 
 def count_masked(grid: int, mask_ratio: float) -> int:

@@ -190,9 +190,8 @@ def main(args):
                     entropy_on=args.entropy_on, importance_weight=args.importance_weight)
 
     run = Run(args, process, images=len(dataset), steps=steps, epoch_steps=epoch_steps,
-              last_steps=epoch_steps, save_steps=args.save_every * epoch_steps,
               encoder=student.encoder.config, shown=objectives, model=student,
-              optimizer=optimizer, scaler=process.scaler, balance=balance)
+              optimizer=optimizer, balance=balance)
     first = run.resume()                                    # 0, or last.pt's step
     if first == 0:
         run.save("epoch_0000.pt", 0)

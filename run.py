@@ -1,7 +1,7 @@
 """A training run in its folder: its log, its checkpoints, resuming, and stopping on request.
 
-It knows no stage. A checkpoint is written whole or not at all, and a run that resumes is the run
-that was never stopped.
+All stages that train use it. A checkpoint is written whole or not at all, and a run that resumes
+goes on as if it had never stopped.
 """
 
 import json
@@ -27,19 +27,23 @@ FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "recompute", "
 class Run:
     """A training run in its folder `args.out`: it resumes, logs, saves, and stops when asked to.
 
-    images: how many it trains on. steps: of the whole run. epoch_steps: of an epoch. last_steps:
-    between two last.pt. save_steps: between evaluations and kept checkpoints. encoder: what
-    rebuilds the encoder, or the name of a probe's. shown: the fields of the log that the progress
-    bar shows. parts: what a checkpoint consists of, by name, such as model and optimizer.
+    images: the number of training images. steps, epoch_steps: the steps of the whole run, and of
+    an epoch. encoder: what rebuilds the encoder, or the name of a probe's. shown: the fields of the
+    log that the progress bar shows. parts: what has a state to save, by name; checkpoints that are
+    kept have the model alone.
     """
 
     def __init__(self, args, process: Process, *, images: int, steps: int, epoch_steps: int,
-                 last_steps: int, save_steps: int, encoder, shown=("loss",), **parts):
+                 encoder, shown=("loss",), **parts):
         self.args, self.process, self.folder = args, process, Path(args.out)
         self.images, self.total, self.epoch_steps = images, steps, epoch_steps
-        self.last_steps, self.save_steps = last_steps, save_steps
+        # steps between two evaluations or kept checkpoints, and between two last.pt
+        self.save_every = self.last_every = args.save_every
+        if "epochs" in args:      # segmentation counts in iterations
+            self.save_every, self.last_every = args.save_every * epoch_steps, epoch_steps
         self.stop_step = min(steps, args.max_steps or steps)
-        self.encoder, self.shown, self.parts = encoder, shown, parts
+        self.encoder, self.shown = encoder, shown
+        self.parts = parts | {"scaler": process.scaler}
         self.best = {}               # the best evaluation's scores
         self.line = {}               # of the log, the last one
         self.signal = 0              # the number of the one that asked to stop
@@ -71,7 +75,7 @@ class Run:
             except UserError:
                 raise
             except Exception as error:      # each kind of damage has its own
-                raise UserError(f"cannot resume from {last}, which is damaged or none of ours "
+                raise UserError(f"cannot resume from {last}, which is damaged or of another kind "
                                 f"({type(error).__name__})") from error
         of_all = self.process.sum(torch.tensor(first, device=self.process.device))
         if of_all != first * self.process.world:
@@ -140,8 +144,8 @@ class Run:
         done = step + 1
         if self.timed_from is None:      # the first step compiles
             self.start_clock(done)
-        scheduled = done % self.save_steps == 0 or done == self.total
-        saves = scheduled or done % self.last_steps == 0 or done == self.stop_step
+        scheduled = done % self.save_every == 0 or done == self.total
+        saves = scheduled or done % self.last_every == 0 or done == self.stop_step
         if not saves and done % LOG_EVERY:
             return False
         stops = self.write_line(done, lr, evaluate if scheduled else None)

@@ -215,15 +215,13 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
     micro_steps, epoch_steps = common.divide(args, process.world, len(views))
     if "epochs" in args:
         steps, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
-        last_steps, save_steps, decay = epoch_steps, args.save_every * epoch_steps, "cosine"
-    else:      # segmentation counts in iterations
-        steps, warmup = args.iterations, args.warmup_iterations
-        last_steps, save_steps, decay = args.save_every, args.save_every, "linear"
+        decay = "cosine"
+    else:
+        steps, warmup, decay = args.iterations, args.warmup_iterations, "linear"
 
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
     run = Run(args, process, images=len(views), steps=steps, epoch_steps=epoch_steps,
-              last_steps=last_steps, save_steps=save_steps, encoder=encoder, model=model,
-              optimizer=optimizer, scaler=process.scaler)
+              encoder=encoder, model=model, optimizer=optimizer)
     first = run.resume()
     parallel = process.parallel(model.train())
     batches = run.timed(data.train_batches(views, args, process, micro_steps, first,

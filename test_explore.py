@@ -492,12 +492,14 @@ def test_the_vit_base_has_the_papers_parameters_and_multiplications(monkeypatch,
     assert vit.moe_blocks == ([1, 3, 5, 7, 9, 11] if experts else [])
 
 
-@pytest.mark.parametrize("name", ("tiny", "small", "base", "large"))
-def test_models_have_the_tensors_and_heads_of_timms(name):
+@pytest.mark.parametrize("name, patch_size", (
+    ("tiny", 16), ("small", 16), ("base", 16), ("large", 16), ("huge", 14)))
+def test_models_have_the_tensors_and_heads_of_timms(name, patch_size):
     import timm
     with torch.device("meta"):
-        theirs = timm.create_model(f"vit_{name}_patch16_224", init_values=0.1, num_classes=0)
-        ours = model.build_vit(f"vit_{name}")
+        theirs = timm.create_model(f"vit_{name}_patch{patch_size}_224", init_values=0.1,
+                                   num_classes=0)
+        ours = model.build_vit(f"vit_{name}", patch_size=patch_size)
     shapes, expected = ({key: x.shape for key, x in vit.state_dict().items()}
                         for vit in (ours, theirs))
     assert shapes == expected
@@ -890,7 +892,7 @@ def test_checkpoints_of_the_authors_release_load(tmp_path, prefix):
                 part = part.T.contiguous() if kind == "weight" else part
                 state[f"{found[1]}experts.{j}.fc{found[3]}.{kind}"] = part
         elif ".router." in name:                                         # a dimension for slots
-            state[name.replace(".router", "")] = value[..., None]
+            state[name.replace(".router", "")] = value[..., None] if "phi" in name else value
         else:
             state[name] = value
     torch.save({"model": state, "config": {}}, tmp_path / "release.pt")
@@ -1537,15 +1539,48 @@ def test_a_batch_must_divide_among_processes_and_have_no_more_images_than_there_
 
 def test_no_weight_decay_on_the_biases_of_experts_and_no_update_of_what_is_frozen():
     """Plain loops have all other groups."""
-    vit = nano(experts=2)
-    vit.norm.weight.requires_grad_(False)
-    optimizer = common.adamw(vit, 0.1, 0.05, (0.9, 0.95))
+    student = small_student(nano(experts=2), 7, dense=True, pixels=True)
+    student.encoder.norm.weight.requires_grad_(False)
+    optimizer = common.adamw(student, 0.1, 0.05, (0.9, 0.95))
     decays = {p: group["weight_decay"] for group in optimizer.param_groups
               for p in group["params"]}
-    moe = vit.blocks[1].mlp
+    moe = student.encoder.blocks[1].mlp
     assert [decays[p] for p in (moe.w1, moe.w2, moe.router.phi)] == [0.05] * 3
     assert [decays[p] for p in (moe.b1, moe.b2, moe.router.scale)] == [0] * 3
-    assert vit.norm.weight not in decays
+    assert student.encoder.norm.weight not in decays
+    for part in (student, student.encoder):      # as timm's optimizers ask for it
+        named = dict(part.named_parameters())
+        without = {name for name, p in named.items() if decays.get(p, 0) == 0}
+        assert part.no_weight_decay() == without
+
+
+@needs_loopback
+def test_a_soft_moe_block_that_fully_shard_shards_is_the_same_block(tmp_path):
+    """In two processes, each of which holds half of every parameter."""
+    path = tmp_path / "shard.py"
+    path.write_text(f"""
+import sys, torch
+sys.path.insert(0, {str(HERE)!r})
+import model
+from torch.distributed import destroy_process_group, fsdp, init_process_group
+from torch.distributed.device_mesh import init_device_mesh
+init_process_group("gloo")
+torch.manual_seed(0)
+whole, sharded = (model.Block(6, 2, experts=3) for _ in "ab")
+sharded.load_state_dict(whole.state_dict())
+fsdp.fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+x = torch.randn(5, 7, 6)
+results = []
+for block in (whole, sharded):
+    y, routing = block(x)
+    (y.square().mean() + routing.dispatch[:, 1].log().mean()).backward()
+    gradients = [p.grad.full_tensor() if block is sharded else p.grad for p in block.parameters()]
+    results.append([y, *routing, *gradients])
+torch.testing.assert_close(*results)
+print(len(sharded.mlp.router.phi.to_local()), "of", len(sharded.mlp.router.phi), "rows")
+destroy_process_group()
+""", "utf-8")
+    assert run_two(path) == 2 * "3 of 6 rows\n"
 
 
 class Steps:
