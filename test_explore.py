@@ -3273,8 +3273,19 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.M | re.S)
 
 
+def test_the_readmes_example_has_the_gradients_that_it_says(capsys):
+    code, = (code for code in blocks("README", "python") if "logits.grad" in code)
+    exec(code, names := {})
+    printed = re.findall(r"-?\d\.\d*", capsys.readouterr().out)
+    said = re.search(r"print.*# (.*):", code)[1].split(", ")
+    assert list(map(float, printed)) == pytest.approx(list(map(float, said)), abs=1e-6)
+    said = re.search(r"weights (0.39.*)", code)[1].split(", ")
+    assert names["weight"][0].tolist() == pytest.approx(list(map(float, said)), abs=0.005)
+    assert names["logits"].grad.abs().max() < 1e-7
+
+
 @pytest.mark.parametrize("code", [code for code in blocks("README", "python")
-                                  if "from losses" in code], ids=["soft-moe", "router"])
+                                  if "from model" in code], ids=["soft-moe", "router"])
 def test_the_readmes_programs_run_beside_copies_of_two_files_and_teach_the_router(code, tmp_path):
     for name in ("losses.py", "model.py"):
         shutil.copy(HERE / name, tmp_path)
