@@ -199,14 +199,24 @@ class Process:
         return contextlib.nullcontext() if self.world == 1 or last else model.no_sync()
 
 
-def seed_torch(*key: int):
-    """Seeds PyTorch's generators of all devices.
+# ---------------------------------------------------------------------- random numbers
 
-    The key (seed,) is for the initial weights, and (seed, step, rank) for what a process draws in
-    a step: drop path, Expert Dropout, dropout and mixup.
-    """
-    state = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
-    torch.manual_seed(int(state) >> 1)      # manual_seed takes 63 bits
+# What is drawn, its tag, and the rest of its key. Without tags, two purposes could share their
+# numbers, also because NumPy ignores zeros at the end of a key. shapes.py has the tags 0 and 1.
+STREAMS = {"weights": 2,      # (seed): initial weights
+           "step": 3,         # (seed, step, rank): drop path, Expert Dropout, dropout, mixup
+           "order": 4,        # (seed, epoch): the order of an epoch's images
+           "view": 5}         # (seed, epoch, index): crop, jitter, mask, augmentation of an image
+
+
+def generator(stream: str, *key: int) -> np.random.Generator:
+    """NumPy's generator for this purpose, a name in STREAMS, and key."""
+    return np.random.default_rng((STREAMS[stream], *key))
+
+
+def seed_torch(stream: str, *key: int):
+    """Seeds PyTorch's generators of all devices for this purpose, a name in STREAMS, and key."""
+    torch.manual_seed(int(generator(stream, *key).integers(2 ** 63)))
 
 
 # ------------------------------------------------------------------------- optimization

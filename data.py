@@ -23,7 +23,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import functional as TF
 from tqdm import tqdm
 
-from common import Process, UserError
+from common import Process, UserError, generator
 from model import count_masked
 from shapes import Shapes
 
@@ -263,7 +263,7 @@ class TrainViews(CenterViews):
 
     def __getitem__(self, key: tuple[int, int]) -> dict:
         _, image, label = first_readable(self.dataset, key[1])
-        return self.view(np.random.default_rng((self.seed, *key)), image, label)
+        return self.view(generator("view", self.seed, *key), image, label)
 
     def view(self, rng: np.random.Generator, image: Tensor, label: int) -> dict:
         crop = random_crop(rng, *image.shape[-2:], self.scale)
@@ -290,7 +290,7 @@ def train_order(count: int, batch_size: int, micro_batch: int, seed: int, first:
     for step in range(first, last):
         epoch, at = divmod(step, count // batch_size)
         if step == first or at == 0:
-            order = np.random.default_rng((seed, epoch)).permutation(count)
+            order = generator("order", seed, epoch).permutation(count)
         batch = order[at * batch_size:(at + 1) * batch_size]
         for micro in batch[rank::world].reshape(-1, micro_batch):
             yield [(epoch, int(index)) for index in micro]

@@ -75,7 +75,7 @@ def main(args) -> dict[str, float]:
                         f"{patch_size}")
     dataset, val = (data.open_images(args.data, split, image_size) for split in ("train", "val"))
 
-    common.seed_torch(args.seed)
+    common.seed_torch("weights", args.seed)
     if checkpoint:
         encoder = load_encoder(checkpoint, image_size // patch_size, args.drop_path)
     else:

@@ -63,7 +63,7 @@ def main(args) -> dict[str, float]:
     frozen = build_frozen(args.encoder).to(process.device)
     dataset, val = (data.open_images(args.data, split, frozen.image_size)
                     for split in ("train", "val"))
-    common.seed_torch(args.seed)
+    common.seed_torch("weights", args.seed)
     kind = supervised.LinearHead if args.probe == "linear" else EfficientProbe
     head = kind(frozen.dim, len(dataset.classes)).to(process.device)
     if args.compile:

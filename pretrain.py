@@ -177,7 +177,7 @@ def main(args):
     grid = args.image_size // args.patch_size
     teacher = build_frozen(args.teacher, grid)              # sees the whole image
     teacher.to(process.device, process.amp)                 # amp: a dtype, or None for float32
-    common.seed_torch(args.seed)
+    common.seed_torch("weights", args.seed)
     student = build_student(args, teacher.dim).to(process.device)
     optimizer = common.adamw(student, args.lr, args.weight_decay, betas=(0.9, 0.95))
     balance = build_balance(args, student, process)                             # w of Eq. 8
@@ -207,7 +207,7 @@ def main(args):
         lr = common.learning_rate(step, steps, args.warmup_epochs * epoch_steps, args.lr,
                                   args.min_lr)
         common.set_rate(optimizer, lr)
-        common.seed_torch(args.seed, step, process.rank)    # drop path: resumes exactly
+        common.seed_torch("step", args.seed, step, process.rank)    # drop path: resumes exactly
         w = balance(step)                                   # [K]
 
         for micro_step in range(1, micro_steps + 1):

@@ -127,7 +127,7 @@ class TrainScenes(EvalScenes):
         self.seed = seed
 
     def __getitem__(self, key: tuple[int, int]) -> dict:
-        rng = np.random.default_rng((self.seed, *key))
+        rng = common.generator("view", self.seed, *key)
         index, image, _ = data.first_readable(self.dataset, key[1])
         annotation = self.annotation(index, image)
         short = max(1, round(self.crop * rng.uniform(0.5, 2)))
@@ -341,7 +341,7 @@ def main(args) -> dict[str, float]:
         scenes, val = (Scenes(args.data, split, args.zero_is_class)
                        for split in ("training", "validation"))
 
-    common.seed_torch(args.seed)
+    common.seed_torch("weights", args.seed)
     encoder = load_encoder(checkpoint, crop // patch_size, args.drop_path)
     supervised.apply_recipe(args, encoder)
     segmenter = Segmenter(encoder, classes, args.width).to(process.device)

@@ -240,7 +240,7 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
     for step in run.steps(first):
         lr = common.learning_rate(step, steps, warmup, args.lr, args.min_lr, decay)
         common.set_rate(optimizer, lr)
-        common.seed_torch(args.seed, step, process.rank)      # drop path, ExD, mixup
+        common.seed_torch("step", args.seed, step, process.rank)      # drop path, ExD, mixup
 
         for micro_step in range(1, micro_steps + 1):
             batch = next(batches)

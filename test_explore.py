@@ -1330,7 +1330,7 @@ def test_in_training_a_broken_image_is_named_once_and_the_next_one_takes_its_pla
     data.print_once.cache_clear()      # an earlier test's file may have had the same path
     for epoch in (0, 1):
         for index, place in places.items():      # what is random does not move with the image
-            rng = np.random.default_rng((7, epoch, index))
+            rng = np.random.default_rng((5, 7, epoch, index))
             expected = views.view(rng, *views.dataset[place])
             torch.testing.assert_close(views[epoch, index], expected, rtol=0, atol=0)
     lines = capsys.readouterr().err.splitlines()
@@ -1396,7 +1396,7 @@ def test_loaders_leave_the_group_of_the_run_and_ignore_sigusr1(monkeypatch):
 def test_a_view_is_a_crop_by_seed_epoch_and_index_a_flip_and_jitter(photos):
     views = data.TrainViews(data.Folder(photos, "train"), 32, 42, 14, 0.4)
     image, label = views.dataset[5]
-    crop = data.random_crop(np.random.default_rng((42, 1, 5)), *image.shape[1:], (0.2, 1.0))
+    crop = data.random_crop(np.random.default_rng((5, 42, 1, 5)), *image.shape[1:], (0.2, 1.0))
     image = TF.resized_crop(image, *crop, [32, 32], TF.InterpolationMode.BICUBIC, antialias=True)
     assert torch.equal(views[1, 5]["image"], image) and views[1, 5]["label"] == label
     drawn = [views[epoch, index] for epoch, index in np.ndindex(8, 32)]
@@ -1510,13 +1510,18 @@ def test_a_process_has_its_share_of_the_cores_as_loaders(monkeypatch, linux, cor
     assert pretrain.parse_args(flags.split()).workers == workers
 
 
-def test_each_step_and_rank_has_random_numbers_of_its_own():
+def test_each_purpose_seed_step_rank_and_epoch_has_random_numbers_of_its_own():
+    """NumPy ignores zeros at the end of a key."""
     drawn = {}
-    for key in ((1, 0, 0), (1, 1, 0), (1, 0, 1), (2, 0, 0), (1, 0, 0)):
+    for key in (("weights", 1), ("weights", 2), ("step", 1, 0, 0), ("step", 1, 1, 0),
+                ("step", 1, 0, 1), ("step", 2, 0, 0), ("order", 1, 0), ("view", 1, 0, 0),
+                ("step", 1, 0, 0)):
         common.seed_torch(*key)
-        number = torch.rand(()).item()
-        assert drawn.setdefault(key, number) == number
-    assert len(set(drawn.values())) == 4
+        numbers = torch.rand(()).item(), common.generator(*key).random()
+        assert drawn.setdefault(key, numbers) == numbers
+    assert len(set(np.ravel(list(drawn.values())))) == 16
+    shapes = {Shapes(split, 8).stream for split in ("train", "val")}
+    assert len(shapes | set(common.STREAMS.values())) == 6
 
 
 @pytest.mark.parametrize("flags, world, expected", (
@@ -1749,10 +1754,10 @@ class Plain:
                 rate = args.min_lr + (args.lr - args.min_lr) * fall
             self.rows.append({"lr": rate, "skipped": 0})
             epoch, at = divmod(step, epoch_steps)
-            order = np.random.default_rng((args.seed, epoch)).permutation(len(self.images))
+            order = np.random.default_rng((4, args.seed, epoch)).permutation(len(self.images))
             order = order[at * args.batch_size:(at + 1) * args.batch_size]
             for rank in range(self.world):
-                common.seed_torch(args.seed, step, rank)
+                common.seed_torch("step", args.seed, step, rank)
                 parts = order[rank::self.world].reshape(-1, args.micro_batch)
                 for part in parts:
                     batch = [self.views[epoch, int(i)] for i in part]
@@ -1803,7 +1808,7 @@ def plain_pretraining(args, world=1):
     images = data.open_images(args.data, "train", args.image_size)
     views = data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio)
     teacher = encoders.load_encoder(args.teacher, grid=grid).eval()
-    common.seed_torch(args.seed)
+    common.seed_torch("weights", args.seed)
     encoder = model.build_vit(args.model, image_size=args.image_size, patch_size=args.patch_size,
                               experts=args.experts, moe_blocks=args.moe_blocks,
                               drop_path=args.drop_path)
@@ -1912,7 +1917,7 @@ def plain_supervised(name, args, world=1):
     if strong:
         views = supervised.StrongViews(images, size, args.seed, erase=not probe)
     encoder = encoders.load_encoder(file, size // 8) if file else None
-    common.seed_torch(args.seed)
+    common.seed_torch("weights", args.seed)
     if not probe:
         encoder = (encoders.load_encoder(file, size // 8) if file else
                    model.build_vit(args.model, image_size=size, patch_size=args.patch_size))
@@ -2002,7 +2007,7 @@ def test_two_processes_finetune_as_a_plain_loop_over_the_images_of_both(stage, t
 
 def plain_segmenter(args):
     """-> (what is trained, images -> UperNet's logits, of patch tokens before the final norm)"""
-    common.seed_torch(args.seed)
+    common.seed_torch("weights", args.seed)
     encoder = encoders.load_encoder(args.checkpoint, args.crop_size // 8)
     set_drop_path(encoder, args.drop_path)
     trained = nn.ModuleDict(dict(encoder=encoder,

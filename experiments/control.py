@@ -98,7 +98,7 @@ class Views(data.TrainViews):
 
     def __getitem__(self, key: tuple[int, int]) -> dict:
         image, label = self.dataset[key[1]]
-        view, noise = (self.view(np.random.default_rng((self.seed, *key)), each, label)
+        view, noise = (self.view(common.generator("view", self.seed, *key), each, label)
                        for each in (image, self.dataset.noise[key[1]]))
         noise = noise["image"].flip(-1) if view["flip"] else noise["image"]
         share = F.avg_pool2d(noise[:1] / 255, self.image_size // self.grid)
@@ -159,7 +159,7 @@ def compute_loss(arm: str, pred, targets: Tensor, planted: Tensor) -> Tensor:
 
 def train(arm: str, args, process, teacher, views: Views, planting: Planting):
     """pretrain.main without its log and checkpoints -> the student"""
-    common.seed_torch(args.seed)
+    common.seed_torch("weights", args.seed)
     student = pretrain.build_student(args, teacher.dim).to(process.device).train()
     optimizer = common.adamw(student, args.lr, args.weight_decay, betas=(0.9, 0.95))
     epoch_steps = len(views) // args.batch_size
