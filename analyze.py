@@ -20,7 +20,6 @@ import argparse
 import json
 import math
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -95,20 +94,15 @@ def find_teacher(checkpoint: dict, grid: int, process: common.Process) -> Frozen
         return None
 
 
-class Seen(NamedTuple):
-    """What one model makes of M images: N patches, T = 1 + N tokens, M' of which are sampled."""
-    images: Tensor                  # uint8 [IMAGES, 3, S, S], of the pictures
-    sampled: Tensor                 # bool [M, T]
-    entering: dict[int, Tensor]     # {MoE block: the sampled tokens that enter it, [M', D]}
-    dispatch: dict[int, Tensor]     # {MoE block: its dispatch weights [M, T, E]}
-    losses: Tensor | None           # the token losses of patches, [M, N]; None without a teacher
-
-
 @torch.no_grad()
-def collect(checkpoint: dict, encoder: ViT, args, process: common.Process) -> Seen:
-    """Lets `encoder` and its teacher see the images, in batches. Raises UserError.
+def collect(checkpoint: dict, encoder: ViT, args, process: common.Process) -> tuple:
+    """Lets the encoder and its teacher see M images, in batches -> what they make of them
 
-    Images and sampled tokens are the same for all models of one image and patch size.
+    pictures: uint8 [IMAGES, 3, S, S], the first. sampled: bool [M, T], where M' tokens are
+    sampled; images and these are the same for all models of one image and patch size. entering:
+    {MoE block: the sampled tokens that enter it, [M', D]}. dispatch: {MoE block: its weights
+    [M, T, E]}. losses: the token losses of patches, [M, N], or None without a teacher.
+    Raises UserError.
     """
     size, blocks = encoder.config["image_size"], encoder.moe_blocks
     dataset = data.open_images(args.data, "val", size, labels=False)
@@ -146,7 +140,7 @@ def collect(checkpoint: dict, encoder: ViT, args, process: common.Process) -> Se
     entering, dispatch = ({i: torch.cat(parts) for i, parts in each.items()}
                           for each in (entering, dispatch))
     pictures = torch.stack([views[i]["image"] for i in indices[:IMAGES].tolist()])
-    return Seen(pictures, sampled, entering, dispatch, torch.cat(losses) if teacher else None)
+    return pictures, sampled, entering, dispatch, torch.cat(losses) if teacher else None
 
 
 def measure(path: str, args, process: common.Process) -> dict:
@@ -166,31 +160,31 @@ def measure(path: str, args, process: common.Process) -> dict:
         shown = max(checkpoint["args"].get("loss_block") or blocks)
     if shown not in blocks:
         raise UserError(f"--block {shown}: the MoE blocks of {path} are {blocks}")
-    seen = collect(checkpoint, encoder, args, process)
+    pictures, sampled, entering, dispatch, losses = collect(checkpoint, encoder, args, process)
 
     # The numbers of each block; lists have one for each expert.
     file = Path(path).resolve()
     numbers = {"checkpoint": path, "name": f"{file.parent.name}/{file.stem}", "block": shown,
-               "images": len(seen.sampled), "blocks": []}
-    for i, dispatch in seen.dispatch.items():
-        expert = dispatch[seen.sampled].argmax(1)
+               "images": len(sampled), "blocks": []}
+    for i, of_block in dispatch.items():
+        expert = of_block[sampled].argmax(1)
         numbers["blocks"].append({
-            "block": i, "silhouette": silhouette(seen.entering[i], expert),
+            "block": i, "silhouette": silhouette(entering[i], expert),
             "scale": encoder.blocks[i].mlp.router.scale.item(),
-            "entropy": dispatch_entropy(dispatch).tolist(),
-            "dispatch_cv": dispatch_cv(dispatch[:, 1:]).tolist(),
-            "cls_share": dispatch[:, 0].mean(0).tolist()})
+            "entropy": dispatch_entropy(of_block).tolist(),
+            "dispatch_cv": dispatch_cv(of_block[:, 1:]).tolist(),
+            "cls_share": of_block[:, 0].mean(0).tolist()})
 
     # What the router of the block that is shown makes of patches, which have losses.
-    patches = seen.sampled[:, 1:]
-    weights = seen.dispatch[shown][:, 1:] * seen.sampled.shape[1]                   # [M, N, E]
+    patches = sampled[:, 1:]
+    weights = dispatch[shown][:, 1:] * sampled.shape[1]                             # [M, N, E]
     points = None
-    if seen.losses is not None:
-        points = torch.stack([weights[..., 0][patches], seen.losses[patches]]).double()
+    if losses is not None:
+        points = torch.stack([weights[..., 0][patches], losses[patches]]).double()
         numbers["correlation"] = torch.corrcoef(points)[0, 1].item()
         points = points.cpu().numpy()
     # cloned, because a slice alone would keep the weights of all images in memory
-    return dict(numbers=numbers, images=seen.images, weights=weights[:IMAGES].clone().cpu(),
+    return dict(numbers=numbers, images=pictures, weights=weights[:IMAGES].clone().cpu(),
                 points=points)
 
 

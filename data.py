@@ -144,10 +144,6 @@ class Folder(Photos):
             if entry.is_dir() and entry.name not in self.classes:
                 raise UserError(f"--data {root}: the class {entry.path} is not in {train}")
         super().__init__(folder, f"--data {root}: no image in {folder}/CLASS/", self.classes)
-        seen = len(np.unique(self.labels))
-        if seen < max(2, len(self.classes)) and os.environ.get("RANK", "0") == "0":
-            print_once(f"--data {root}: {folder} has images of {seen} of {len(self.classes)} "
-                       "classes")
 
 
 def open_images(data: str, split: str, image_size: int, labels: bool = True) -> Dataset:

@@ -116,9 +116,6 @@ def main(args) -> list[float]:
             with open(out / "knn.jsonl", "a") as log:
                 log.write(json.dumps(row) + "\n")
             print(f"{results[name]:6.2f}%  {name}", flush=True)
-    if process.rank == 0 and len(results) > 1:
-        best = max(results, key=results.get)
-        print(f"best: {results[best]:.2f}%  {best}")
     return list(results.values())
 
 

@@ -221,8 +221,6 @@ class Run:
         said = [f"step {done} of {self.total}",
                 "{images_per_second:.0f} images/s, {loader_wait:.0%} of the time waiting for them"
                 .format(**self.line)]
-        if self.process.device.type == "cuda":
-            said.append(f"{self.line['memory_gib']:.1f} GiB on the GPU")
         said += [f"best {name} {value:.2f}%" for name, value in self.best.items()]
         if done < self.stop_step:
             name = signal.Signals(self.signal).name if self.signal else "a signal"

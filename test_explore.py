@@ -1270,20 +1270,14 @@ def test_links_are_followed_but_never_to_a_folder_around_them(tmp_path, labels):
                      "loop/1.jpg"]
 
 
-def test_classes_are_those_of_train_and_one_line_says_if_some_have_no_images(tmp_path, capsys):
+def test_classes_are_those_of_train(tmp_path):
     write_images(tmp_path, "train/ant/x.png", "train/bee/x.png", "val/bee/x.png",
                  "train/.hidden/x.png", "val/__MACOSX/x.png")
-    data.print_once.cache_clear()      # an earlier test's folder may have had the same name
     train, val = (data.open_images(str(tmp_path), split, 32) for split in ("train", "val"))
     assert train.classes == val.classes == ["ant", "bee"] and val[0][1] == 1
-    assert capsys.readouterr().err == (f"--data {tmp_path}: {tmp_path}/val has images of 1 of 2 "
-                                       "classes\n")
     write_images(tmp_path, "val/wasp/x.png")
     with pytest.raises(common.UserError, match=f"val/wasp is not in {tmp_path}/train"):
         data.open_images(str(tmp_path), "val", 32)
-    shutil.rmtree(tmp_path / "train" / "bee")
-    data.open_images(str(tmp_path), "train", 32)
-    assert "1 of 1 classes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("labels", (True, False))
@@ -2598,7 +2592,7 @@ def test_knn_votes_on_cls_after_the_norm_of_normalized_images(photos, encoder, t
 
 
 @needs_loopback
-def test_knn_prints_the_best_and_appends_rows_the_same_in_two_processes(photos, tmp_path, capsys):
+def test_knn_prints_and_appends_rows_the_same_in_two_processes(photos, tmp_path, capsys):
     (tmp_path / "other").mkdir()
     paths = [write_checkpoint(tmp_path / "e0.pt"),
              write_checkpoint(tmp_path / "other" / "e2.pt", experts=2)]
@@ -2608,8 +2602,7 @@ def test_knn_prints_the_best_and_appends_rows_the_same_in_two_processes(photos, 
     flags = ["--data", photos, "-k", "32", "--batch-size", "5", *QUICK]
     results = knn.main(knn.parse_args([*paths, *flags]))
     printed = capsys.readouterr().out
-    best = paths[results.index(max(results))]
-    assert printed.splitlines()[-1] == f"best: {max(results):.2f}%  {best}"
+    assert printed == "".join(f"{top1:6.2f}%  {path}\n" for top1, path in zip(results, paths))
     assert run_two("knn.py", *paths, *flags) == printed
     rows = [dict(encoder=path, step=step, epoch=epoch, data=photos, k=32, temperature=0.07,
                  top1=top1) for path, step, epoch, top1 in zip(paths, (None, 12), (None, 3.0),
