@@ -203,10 +203,10 @@ class Process:
 
 # What is drawn, its tag, and the rest of its key. Without tags, two purposes could share their
 # numbers, also because NumPy ignores zeros at the end of a key. shapes.py has the tags 0 and 1.
-STREAMS = {"weights": 2,      # (seed): initial weights
-           "step": 3,         # (seed, step, rank): drop path, Expert Dropout, dropout, mixup
-           "order": 4,        # (seed, epoch): the order of an epoch's images
-           "view": 5}         # (seed, epoch, index): crop, jitter, mask, augmentation of an image
+STREAMS = {"order": 2,        # (seed, epoch): the order of an epoch's images
+           "view": 3,         # (seed, epoch, index): crop, jitter, mask, augmentation of an image
+           "weights": 4,      # (seed): initial weights
+           "step": 5}         # (seed, step, rank): drop path, Expert Dropout, dropout, mixup
 
 
 def generator(stream: str, *key: int) -> np.random.Generator:

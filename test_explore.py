@@ -1324,7 +1324,7 @@ def test_in_training_a_broken_image_is_named_once_and_the_next_one_takes_its_pla
     data.print_once.cache_clear()      # an earlier test's file may have had the same path
     for epoch in (0, 1):
         for index, place in places.items():      # what is random does not move with the image
-            rng = np.random.default_rng((5, 7, epoch, index))
+            rng = np.random.default_rng((3, 7, epoch, index))
             expected = views.view(rng, *views.dataset[place])
             torch.testing.assert_close(views[epoch, index], expected, rtol=0, atol=0)
     lines = capsys.readouterr().err.splitlines()
@@ -1390,7 +1390,7 @@ def test_loaders_leave_the_group_of_the_run_and_ignore_sigusr1(monkeypatch):
 def test_a_view_is_a_crop_by_seed_epoch_and_index_a_flip_and_jitter(photos):
     views = data.TrainViews(data.Folder(photos, "train"), 32, 42, 14, 0.4)
     image, label = views.dataset[5]
-    crop = data.random_crop(np.random.default_rng((5, 42, 1, 5)), *image.shape[1:], (0.2, 1.0))
+    crop = data.random_crop(np.random.default_rng((3, 42, 1, 5)), *image.shape[1:], (0.2, 1.0))
     image = TF.resized_crop(image, *crop, [32, 32], TF.InterpolationMode.BICUBIC, antialias=True)
     assert torch.equal(views[1, 5]["image"], image) and views[1, 5]["label"] == label
     drawn = [views[epoch, index] for epoch, index in np.ndindex(8, 32)]
@@ -1748,7 +1748,7 @@ class Plain:
                 rate = args.min_lr + (args.lr - args.min_lr) * fall
             self.rows.append({"lr": rate, "skipped": 0})
             epoch, at = divmod(step, epoch_steps)
-            order = np.random.default_rng((4, args.seed, epoch)).permutation(len(self.images))
+            order = np.random.default_rng((2, args.seed, epoch)).permutation(len(self.images))
             order = order[at * args.batch_size:(at + 1) * args.batch_size]
             for rank in range(self.world):
                 common.seed_torch("step", args.seed, step, rank)
