@@ -185,7 +185,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
                for kind in ("dispatch", "combine") if blocks}       # [blocks, B, T, E] each
     coupling = dict(kind=loss_weights, detach=detach, prefix=prefix)
 
-    losses, of_patches, metrics = {}, {}, {}
+    losses, of_patches, of_routers = {}, {}, {}
     if "token" in objectives:
         patch_loss = token_loss(tokens[:, prefix:], patch_targets)
         losses["token"], of_patches["token"] = coupled_loss(
@@ -199,11 +199,12 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
 
     regularizer = targets.new_zeros(())
     if routing:
-        regularizer, metrics = router_regularizer(routing, lambdas, entropy_on, importance_weight)
+        regularizer, of_routers = router_regularizer(
+            routing, lambdas, entropy_on, importance_weight)
         dispatch = routing["dispatch"].mean(0)
-        metrics |= {"dispatch_cv": dispatch_cv(dispatch[:, prefix:]),
-                    "cls_share": dispatch[:, 0].mean(0)}
-    metrics |= losses | {f"{name}_{key}": value for name, more in of_patches.items()
-                         for key, value in more.items()}
+        of_routers |= {"dispatch_cv": dispatch_cv(dispatch[:, prefix:]),
+                       "cls_share": dispatch[:, 0].mean(0)}
+    metrics = losses | {f"{name}_{key}": value for name, more in of_patches.items()
+                        for key, value in more.items()} | of_routers
     metrics = {name: value.detach() for name, value in metrics.items()}
     return torch.stack([losses[name] for name in objectives]), regularizer, metrics
