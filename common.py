@@ -1,4 +1,4 @@
-"""What the stages share: errors, flags, processes and precision, learning rate and optimizer."""
+"""What the stages share: errors, flags, processes, random numbers and optimization."""
 
 import argparse
 import contextlib
@@ -257,7 +257,7 @@ def learning_rate(step: int, steps: int, warmup: int, lr: float, min_lr: float,
 def adamw(model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float],
           lr_scale=lambda name: 1.0) -> torch.optim.AdamW:
     """AdamW over the parameters that are not frozen, each at lr_scale(name) times the rate.
-    `model.decays` says which have weight decay.
+    `decays`, from model.py, says which have weight decay.
     """
     groups = {}
     for name, parameter in model.named_parameters():

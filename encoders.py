@@ -3,7 +3,7 @@
 `load_encoder` reads a file: a checkpoint of ours or of the authors' release, or a plain ViT, which
 is a state dict whose tensors have timm's names, as the files of timm, MAE, DeiT and DINO have. The
 encoder takes images in ImageNet's mean and standard deviation, so it must have been trained with
-these. `build_frozen` also takes the models of open_clip and timm by name, and knows theirs.
+these. `build_frozen` also takes models of open_clip and timm by name, with their own mean and std.
 """
 
 import argparse

@@ -57,9 +57,9 @@ def weighted_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
     """Eq. 5, the heart of the paper: a weighted mean over each image's patches.
 
     patch_loss [B, N], weight [B, N] >= 0 -> scalar, the mean over images. In each image, at
-    least one weight must be above zero. Its gradient lowers the weight of a patch whose loss
-    is above its image's weighted mean, and raises that of one whose loss is below. Dividing by the
-    sum keeps the router from shrinking all weights to make the loss small.
+    least one weight must be above zero. The slope at a weight is (loss - weighted mean) / sum of
+    weights: descent takes weight from patches above the mean, and gives it to those below. Without
+    the division, a router could make the loss small by giving weight to tokens that have none.
     """
     return ((weight * patch_loss).sum(1) / weight.sum(1)).mean()
 
@@ -74,9 +74,7 @@ def patch_weights(dispatch: Tensor, expert: int = 0, detach: bool = False,
     this is the paper's main ablation. The router then learns from the experts' outputs and from
     the regularizer alone. In another ablation, combine weights take the place of `dispatch`.
     """
-    # 1e-30 avoids 0 / 0 when [CLS], for example, has all the weight: the selected patches then
-    # count alike. It is far below any weight that matters, and far above the smallest normal
-    # float32, 1e-38.
+    # 1e-30: if all selected weights underflow to 0, the patches count alike, instead of 0 / 0
     weight = dispatch[:, prefix:, expert] + 1e-30
     return weight.detach() if detach else weight
 
@@ -96,10 +94,10 @@ def coupled_loss(patch_loss: Tensor, selected: Tensor, routing: dict[str, Tensor
     if not routing or expert is None or kind == "uniform":
         return unweighted, {}
     weight = patch_weights(routing[kind].mean(0), expert, detach, prefix)
-    if kind == "combine":      # not normalized, as in the paper: a router can make the loss vanish
-        loss = weighted_mean(weight * patch_loss, selected)
-    else:
+    if kind == "dispatch":
         loss = weighted_mean(patch_loss, weight * selected)
+    else:      # combine weights are not normalized, as in the paper: they can make the loss vanish
+        loss = weighted_mean(weight * patch_loss, selected)
     return loss, {"unweighted": unweighted, "ratio": loss / unweighted}
 
 
@@ -139,12 +137,10 @@ def router_regularizer(routing: dict[str, Tensor], lambdas: Tensor | float,
     weights of Eq. 6, "dispatch" or, in an ablation, "combine".
     """
     # flatten(0, 1): [blocks, B, T, E] -> [blocks * B, T, E], so the mean is over blocks, too
-    entropy = {kind: dispatch_entropy(weights.flatten(0, 1)) for kind, weights in routing.items()}
-    entropy_loss = -(lambdas * entropy[entropy_on]).sum()
+    entropy_loss = -(lambdas * dispatch_entropy(routing[entropy_on].flatten(0, 1))).sum()
     importance = torch.stack([importance_loss(combine) for combine in routing["combine"]]).mean()
     return entropy_loss + importance_weight * importance, {
-        "entropy": entropy["dispatch"], "entropy_loss": entropy_loss,
-        "importance_loss": importance}
+        "entropy_loss": entropy_loss, "importance_loss": importance}
 
 
 def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
@@ -156,9 +152,12 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
                    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The losses of Eq. 8, and what regularizes routers -> (losses [K], regularizer, metrics)
 
-    pred: the student's `Prediction`, or any object with its fields. targets [B, 1 + N, D]: the
-    teacher's tokens of the whole image. images [B, 3, S, S] in [0, 1]. mask bool [B, N], True
-    where masked. objectives: "token", "cls" and "pixel", in the order of the losses.
+    pred: `model.Prediction`, or any object with its fields: tokens [B, T, D] in the teacher's
+    width; routing, {block: an object with `dispatch` and `combine`}; ids_keep, the indices [B, V]
+    of its patches in sparse encoding, and None in dense encoding; and, for "pixel" alone, pixels.
+    targets [B, 1 + N, D]: the teacher's tokens of the whole image. images [B, 3, S, S] in [0, 1],
+    for "pixel" alone. mask bool [B, N], True where masked. objectives: "token", "cls" and "pixel",
+    in the order of the losses.
 
     loss_block: the MoE blocks whose routers give the weights and are regularized (default: the
     last MoE block). loss_weights: "dispatch" or, in ablations of the paper, "combine" or "uniform".
@@ -174,15 +173,18 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         raise ValueError(f"targets have {targets.shape[1]} tokens; [CLS] and the patches are "
                          f"{1 + mask.shape[1]}")
     tokens, targets, masked = pred.tokens.float(), targets.float(), mask.float()
-    patch_targets = targets[:, 1:]
-    if pred.ids_keep is None:      # dense encoding: masked patches have the token and pixel losses
-        selected, pixel_expert = masked, 1
-    else:      # sparse: visible ones have the token loss; routers see none that has a pixel loss
-        patch_targets = patch_targets.take_along_dim(pred.ids_keep[..., None], dim=1)
-        selected, pixel_expert = torch.ones_like(patch_targets[..., 0]), None
+    dense = pred.ids_keep is None
+    if dense:      # masked patches have the token loss
+        patch_targets, selected = targets[:, 1:], masked
+    else:          # visible patches have it, and the student sees no others
+        patch_targets = targets[:, 1:].take_along_dim(pred.ids_keep[..., None], dim=1)
+        selected = torch.ones_like(patch_targets[..., 0])
     blocks = list(pred.routing)[-1:] if loss_block is None else loss_block
-    routing = {kind: torch.stack([getattr(pred.routing[block], kind) for block in blocks])
-               for kind in ("dispatch", "combine") if blocks}       # [blocks, B, T, E] each
+    routing = {}
+    if blocks:
+        routed = [pred.routing[block] for block in blocks]
+        routing = {"dispatch": torch.stack([each.dispatch for each in routed]),
+                   "combine": torch.stack([each.combine for each in routed])}
     coupling = dict(kind=loss_weights, detach=detach, prefix=prefix)
 
     losses, of_patches, of_routers = {}, {}, {}
@@ -192,17 +194,18 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
             patch_loss, selected, routing, expert=0, **coupling)
     if "cls" in objectives:
         losses["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
-    if "pixel" in objectives:
+    if "pixel" in objectives:      # of masked patches, which routers of sparse encoding do not see
         patch_loss = pixel_loss(pred.pixels.float(), images)
         losses["pixel"], of_patches["pixel"] = coupled_loss(
-            patch_loss, masked, routing, expert=pixel_expert, **coupling)
+            patch_loss, masked, routing, expert=1 if dense else None, **coupling)
 
     regularizer = targets.new_zeros(())
     if routing:
         regularizer, of_routers = router_regularizer(
             routing, lambdas, entropy_on, importance_weight)
         dispatch = routing["dispatch"].mean(0)
-        of_routers |= {"dispatch_cv": dispatch_cv(dispatch[:, prefix:]),
+        of_routers |= {"entropy": dispatch_entropy(routing["dispatch"].flatten(0, 1)),
+                       "dispatch_cv": dispatch_cv(dispatch[:, prefix:]),
                        "cls_share": dispatch[:, 0].mean(0)}
     metrics = losses | {f"{name}_{key}": value for name, more in of_patches.items()
                         for key, value in more.items()} | of_routers

@@ -33,9 +33,9 @@ DECODER = dict(dim=512, depth=8, heads=16)      # App. E
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether this parameter has weight decay: all have but biases (also the experts' b1 and b2,
-    which have two dimensions), norms, LayerScale, `scale`, position embeddings, [CLS] and mask
-    tokens.
+    """Whether this parameter has weight decay: all have, `phi` too, but biases (also the experts'
+    b1 and b2, which have two dimensions), norms, LayerScale, `scale`, position embeddings, and
+    [CLS], register and mask tokens. These are known by timm's names.
     """
     return parameter.ndim > 1 and not name.endswith((".b1", ".b2", "pos_embed", "_token"))
 
@@ -69,7 +69,7 @@ class Router(nn.Module):
     def __init__(self, dim: int, experts: int = 1):
         super().__init__()
         self.phi = nn.Parameter(torch.empty(dim, experts))   # what each expert looks for
-        # 1 / temperature of the softmaxes; no scalar, because fully_shard takes none
+        # 1 / temperature of the softmaxes, [1] because fully_shard takes no scalars
         self.scale = nn.Parameter(torch.ones(1))
         # Only the direction of a phi matters to the weights. Its length sets how fast AdamW turns
         # it; this bound is that of the authors' code.
@@ -271,7 +271,7 @@ class ViT(nn.Module):
 
 @torch.no_grad()
 def init_weights(module: nn.Module):
-    """Initializes linear layers, the patch embedding, tokens and position embeddings.
+    """Initializes a model of this file: linear layers, patch embedding, tokens and positions.
 
     They are drawn from a truncated normal distribution of standard deviation 0.02; biases are
     zero. Then the last layer of each residual branch, be it an MLP's, an expert's or attention's,
@@ -369,7 +369,7 @@ class Explore(nn.Module):
         self.decoder = PixelDecoder(encoder, **decoder) if pixels else None
 
     def forward(self, images: Tensor, mask: Tensor) -> Prediction:
-        """images [B, 3, S, S]; mask bool [B, N], True for `masked` patches of each image"""
+        """images [B, 3, S, S]; mask bool [B, N], True for exactly num_masked in each image"""
         # on a GPU, this assertion is the device's, and the host does not wait for it
         torch._assert_async((mask.sum(1) == self.num_masked).all(),
                             f"each image needs {self.num_masked} masked patches")

@@ -74,7 +74,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--loss-weights", choices=("dispatch", "combine", "uniform"), default="dispatch",
         help="weights of the patch losses. dispatch: expert 0's for the token loss and, with "
              "--encoding dense, expert 1's for the pixel loss; combine: the same experts' combine "
-             "weights, not normalized; uniform: none")
+             "weights, not normalized; uniform: all patches alike, with a router that is still "
+             "regularized")
     group.add_argument(
         "--loss-block", type=non_negative_int, nargs="+", metavar="B",
         help="the MoE block whose router gives the weights and is regularized; several are "

@@ -29,8 +29,8 @@ class Run:
 
     images: the number of training images. steps, epoch_steps: the steps of the whole run, and of
     an epoch. encoder: what rebuilds the encoder, or the name of a probe's. shown: the fields of the
-    log that the progress bar shows. parts: what has a state to save, by name; checkpoints that are
-    kept have the model alone.
+    log that the progress bar shows. parts: what has a state that last.pt keeps, by name; other
+    checkpoints keep the model's alone.
     """
 
     def __init__(self, args, process: Process, *, images: int, steps: int, epoch_steps: int,
