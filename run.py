@@ -4,11 +4,17 @@ All stages that train use it. A checkpoint is written whole or not at all, and a
 goes on as if it had never stopped.
 """
 
+import contextlib
+import fcntl
 import json
 import math
+import platform
 import signal
+import subprocess
 import sys
 import time
+import uuid
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -60,20 +66,21 @@ class Run:
     # ------------------------------------------------------------------------- resuming
 
     def resume(self) -> int:
-        """Loads last.pt, if there is one -> the first step to do. Raises UserError."""
+        """Claims the folder, and loads last.pt, if there is one -> the first step to do. Raises
+        UserError.
+        """
+        self.claim()
         first = 0
         last = self.folder / "last.pt"
         if last.exists():
             try:
-                state = torch.load(last, map_location="cpu", weights_only=True)
-                self.refuse_changes(state)
+                # mapped into memory: not each process reads all of it at once
+                state = torch.load(last, map_location="cpu", weights_only=True, mmap=True)
                 for name, part in self.parts.items():
                     # the scale of one precision means nothing to another
                     if name != "scaler" or state["amp"] == str(self.process.amp):
                         part.load_state_dict(state[name])
                 first, self.best = state["step"], state["best"]
-            except UserError:
-                raise
             except Exception as error:      # each kind of damage has its own
                 raise UserError(f"cannot resume from {last}, which is damaged or of another kind "
                                 f"({type(error).__name__})") from error
@@ -85,17 +92,41 @@ class Run:
                  f"{self.process.amp or torch.float32}, from step {first} of {self.total}")
         return first
 
-    def refuse_changes(self, state: dict):
-        """Raises UserError if last.pt is of a run with other flags or another number of images."""
-        old, new = state["args"], vars(self.args)
-        changes = [f"--{name.replace('_', '-')} was {old.get(name)}, is {new.get(name)}"
-                   for name in sorted((old.keys() | new.keys()) - FREE_FLAGS)
-                   if old.get(name) != new.get(name)]
-        if state["images"] != self.images:
-            changes.append(f"--data had {state['images']} images, has {self.images}")
-        if changes:
-            raise UserError(f"{self.folder} holds another run, so give another --out: "
-                            + ", ".join(changes))
+    def claim(self):
+        """Opens the log, and writes args.json: the flags, the number of images, and where the run
+        comes from. Raises UserError if the folder is another run's, or this run is already at work.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        busy = torch.zeros((), device=self.process.device)
+        if self.process.rank == 0:
+            self.log_file = open(self.folder / "log.jsonl", "a")      # noqa: SIM115
+            try:      # POSIX locks end with the process, even if its loaders outlive it
+                fcntl.lockf(self.log_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for left in self.folder.glob("*.tmp"):      # by a process that was killed
+                    left.unlink()
+            except BlockingIOError:
+                busy += 1
+            except OSError:      # the file system has no locks
+                pass
+        record = {"args": vars(self.args), "images": self.images, "origins": []}
+        if (self.folder / "args.json").exists():
+            known = json.loads((self.folder / "args.json").read_text())
+            record["origins"] = known["origins"]
+            old, new = ({f"--{name.replace('_', '-')}": value for name, value in
+                         each["args"].items() if name not in FREE_FLAGS}
+                        | {"the number of images": each["images"]} for each in (known, record))
+            if old != new:
+                raise UserError(f"{self.folder} holds another run, so give another --out: "
+                                + differences(old, new))
+        if self.process.sum(busy) > 0:
+            raise UserError(f"{self.folder}: another process trains in this folder")
+        if self.process.rank == 0:
+            origins, origin = record["origins"], find_origin(self.process)
+            if origins and origin != origins[-1]:
+                self.say(f"{self.folder} goes on: {differences(origins[-1], origin)}")
+            if origin not in origins[-1:]:
+                origins.append(origin)
+            self.write("args.json", lambda path: path.write_text(json.dumps(record, indent=1)))
 
     # ------------------------------------------------------------------------- the loop
 
@@ -165,17 +196,21 @@ class Run:
         Apart from saving, only here does the host wait for the device in pretraining.
         """
         steps = len(self.metrics["skipped"])
-        means = {name: torch.stack(values).float().mean(0)
-                 for name, values in self.metrics.items()}
+        totals = {}      # of each metric, [2, ...]: the sum, and the number, of its finite values
+        for name, values in self.metrics.items():
+            values = torch.stack(values).float()
+            counts = values.isfinite() | (name == "loss")      # a loss that is not ends the run
+            totals[name] = torch.stack([values.where(counts, 0).sum(0), counts.sum(0)])
         self.metrics = {}
         asked = torch.tensor([float(self.signal > 0)], device=self.process.device)
-        flat = torch.cat([asked, *(mean.flatten() for mean in means.values())])
-        asked, *parts = (self.process.sum(flat) / self.process.world).cpu().split(
-            [1, *(mean.numel() for mean in means.values())])
+        flat = torch.cat([asked, *(total.flatten() for total in totals.values())])
+        asked, *parts = self.process.sum(flat).cpu().split(
+            [1, *(total.numel() for total in totals.values())])
         seconds = time.perf_counter() - self.since
         self.line = {"step": done, "epoch": done / self.epoch_steps, "lr": lr}
-        self.line |= {name: part.view(mean.shape).tolist()
-                      for (name, mean), part in zip(means.items(), parts)}
+        for (name, total), part in zip(totals.items(), parts):
+            value, count = part.view(total.shape)
+            self.line[name] = (value / count).tolist()
         self.line |= {
             "skipped": round(self.line["skipped"] * steps),
             "memory_gib": torch.cuda.max_memory_allocated() / 2 ** 30,
@@ -184,9 +219,7 @@ class Run:
         if evaluate:
             self.line |= self.keep_best(done, evaluate())
         if self.process.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with open(self.folder / "log.jsonl", "a") as file:
-                file.write(json.dumps(rounded(self.line)) + "\n")
+            print(json.dumps(rounded(self.line)), file=self.log_file, flush=True)
         if not math.isfinite(self.line["loss"]):
             raise UserError(f"step {done}: the loss is not finite; a lower --lr, --amp bf16 or a "
                             "smaller --clip-grad may help")
@@ -208,12 +241,14 @@ class Run:
         if not finite(state):
             raise UserError(f"step {step}: the model or the optimizer holds a NaN or infinity, "
                             f"and {name} is not written")
-        state |= {"encoder": self.encoder, "args": vars(self.args), "images": self.images,
-                  "amp": str(self.process.amp), "step": step, "epoch": step / self.epoch_steps,
-                  "best": self.best}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f"{name}.tmp"
-        torch.save(state, temporary)
+        state |= {"encoder": self.encoder, "args": vars(self.args), "amp": str(self.process.amp),
+                  "step": step, "epoch": step / self.epoch_steps, "best": self.best}
+        self.write(name, lambda path: torch.save(state, path))
+
+    def write(self, name: str, save):
+        """Lets save(path) write a file, which takes its name when it is whole."""
+        temporary = self.folder / f"{name}.{uuid.uuid4().hex}.tmp"
+        save(temporary)
         temporary.replace(self.folder / name)
 
     def report(self, done: int):
@@ -226,6 +261,30 @@ class Run:
             name = signal.Signals(self.signal).name if self.signal else "a signal"
             said.append(f"stopped by {name}, and the same command resumes")
         self.say(f"{self.folder}: {'; '.join(said)}")
+
+
+def find_origin(process: Process) -> dict:
+    """Where a run comes from: versions, the device's name, how many processes, and the git commit
+    of these files, if they have one.
+    """
+    origin = {"python": platform.python_version()}
+    for package in ("torch", "torchvision", "timm", "open_clip_torch"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            origin[package] = metadata.version(package)
+    cuda = process.device.type == "cuda"
+    origin["device"] = torch.cuda.get_device_name() if cuda else f"cpu ({platform.machine()})"
+    origin["processes"] = process.world
+    describe = "git describe --always --exclude=* --abbrev=40 --dirty=+changes".split()
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):      # no git, no repository
+        origin["commit"] = subprocess.check_output(
+            describe, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True).strip()
+    return origin
+
+
+def differences(old: dict, new: dict) -> str:
+    """What was and is: the names whose values differ, and both values."""
+    return ", ".join(f"{name} was {old.get(name)}, is {new.get(name)}"
+                     for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name))
 
 
 def finite(state) -> bool:

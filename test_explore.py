@@ -27,6 +27,7 @@ import tempfile
 import textwrap
 import time
 from collections import namedtuple
+from importlib import metadata
 from pathlib import Path
 from unittest.mock import MagicMock, Mock, call
 
@@ -2158,8 +2159,8 @@ def test_a_complete_run_stays_as_it_is(stage, monkeypatch, tmp_path, capsys):
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == written
 
 
-def driver(tmp_path, fault="None", log_every=1):
-    """Writes a program that pretrains, and evaluates `fault` in the middle of each step.
+def driver(tmp_path, fault="None", log_every=1, stage="pretrain"):
+    """Writes a program that trains, and evaluates `fault` in the middle of each step.
 
     `fault` is an expression of `step`, counted from 1, and `rank`. -> the program's path
     """
@@ -2167,11 +2168,11 @@ def driver(tmp_path, fault="None", log_every=1):
     path.write_text(f"""
 import itertools, os, signal, subprocess, sys, torch
 sys.path.insert(0, {str(HERE)!r})
-import common, pretrain, run
+import common, run, {stage} as stage
 set_rate, steps, rank = common.set_rate, itertools.count(1), os.environ.get("RANK")
 common.set_rate = lambda *args: (step := next(steps), {fault}, set_rate(*args))
 run.LOG_EVERY = {log_every}
-common.launch(pretrain.main, pretrain.parse_args())
+common.launch(stage.main, stage.parse_args())
 """, "utf-8")
     return path
 
@@ -2223,16 +2224,101 @@ def test_processes_that_do_not_see_the_same_last_checkpoint_do_not_start(stage):
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(stage, monkeypatch, tmp_path):
     argv = stage("pretrain")
     before, _ = train([*argv, "--max-steps", "3"])
+    names = set(os.listdir(tmp_path / "run"))
+    written = []
 
     def killed(state, path, save=torch.save):
         save(state, path)
         os.truncate(path, 1000)
+        written.append(path.name)
         raise KeyboardInterrupt
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(torch, "save", killed)
-        train(argv)
+    for _ in range(2):      # with the same process number
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(torch, "save", killed)
+            train(argv)
+        assert set(os.listdir(tmp_path / "run")) == names | {written[-1]}
+    assert written[0] != written[1]
     assert_same_bits(before, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
     assert train(argv)[0]["step"] == 8
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+def test_a_run_is_known_from_its_first_step_on(stage, monkeypatch, tmp_path, capsys):
+    """By args.json, which also says where it comes from."""
+    argv = stage("pretrain", "--entropy-weight 5 1")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        at_step(patch, 0, Mock(side_effect=KeyboardInterrupt))
+        train(argv)
+    folder = tmp_path / "run"
+    assert not (folder / "last.pt").exists()
+    record = json.loads((folder / "args.json").read_text())
+    assert record["args"] == vars(pretrain.parse_args(argv)) and record["images"] == 32
+    origin, = record["origins"]
+    assert (origin["torch"], origin["timm"], origin["processes"]) == (
+        metadata.version("torch"), metadata.version("timm"), 1)
+    for name in ("pretrain", "finetune"):
+        other = stage(name, "--seed 7")
+        assert "--seed was 42, is 7" in refusal(capsys, name, *other)
+
+    train([*argv, "--max-steps", "1"])
+    loads = spy(monkeypatch, torch, "load")
+    monkeypatch.setattr(metadata, "version", lambda name, version=metadata.version:
+                        "9.9" if name == "timm" else version(name))
+    state, _ = train([*argv, "--max-steps", "2"])
+    assert "images" not in state
+    last = next(each for each in loads if each.args[0] == folder / "last.pt")
+    assert last.kwargs["mmap"]      # four processes do not read 22 GB each
+    assert f"timm was {origin['timm']}, is 9.9" in capsys.readouterr().out
+    train(argv)
+    assert "9.9" not in capsys.readouterr().out
+    assert json.loads((folder / "args.json").read_text())["origins"] == [
+        origin, origin | {"timm": "9.9"}]
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="no git")
+def test_the_commit_is_that_of_the_files_and_says_whether_they_have_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "__file__", str(tmp_path / "run.py"))
+    process = Mock(world=1, device=torch.device("cpu"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert "commit" not in run.find_origin(process)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    (tmp_path / "run.py").write_text("1")
+    for words in ("init -q", "add run.py", "commit -q -m x", "tag -a v1 -m x"):
+        subprocess.run([*git, *words.split()], check=True)
+    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+    assert run.find_origin(process)["commit"] == commit
+    (tmp_path / "run.py").write_text("2")
+    assert run.find_origin(process)["commit"] == f"{commit}+changes"
+
+
+@pytest.mark.parametrize("name", ("pretrain", "finetune", "segment"))
+def test_a_run_that_is_started_twice_works_once_and_goes_on_when_the_first_is_killed(
+        stage, monkeypatch, tmp_path, capsys, name):
+    """Its loaders, which live a little longer, do not hold the folder."""
+    fault = "step == 2 and (open('ready', 'w').close(), signal.pause())"
+    argv = stage(name, "--workers 1")
+    program, files = started = start(driver(tmp_path, fault, stage=name), *argv, folder=tmp_path)
+    while not (tmp_path / "ready").exists():
+        assert program.is_alive(), finish(started)
+        time.sleep(0.01)
+    folder = str(tmp_path / "run")
+    assert folder in refusal(capsys, name, *stage(name))
+    assert "--seed was 42, is 7" in refusal(capsys, name, *stage(name, "--seed 7"))
+    if name == "pretrain" and loopback():      # both processes of another job end
+        for two in start_two("pretrain.py", *[stage(name, "--batch-size 8")] * 2):
+            code, _, error = finish(two)
+            assert code == 2 and folder in error and "Traceback" not in error
+    os.kill(program.pid, signal.SIGKILL)
+    program.join()
+    assert play(name, stage(name))[1]["step"] == 8
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+    files.cleanup()
+
+
+def test_where_a_file_system_has_no_locks_a_run_goes_on(stage, monkeypatch):
+    monkeypatch.setattr(run.fcntl, "lockf", Mock(side_effect=OSError))
+    assert train(stage("pretrain"))[0]["step"] == 8
 
 
 @pytest.mark.parametrize("breaks", (
@@ -2264,7 +2350,7 @@ def test_other_flags_images_or_stages_are_another_run(capsys, stage, photos, tmp
     fewer = shutil.copytree(photos, tmp_path / "fewer")
     (fewer / "train" / "class_1" / "0.jpg").unlink()
     error = refusal(capsys, "pretrain", *argv, "--data", str(fewer))
-    assert "--data had 32 images, has 31" in error
+    assert "the number of images was 32, is 31" in error
     assert str(tmp_path / "run") in refusal(capsys, "finetune", *stage("finetune"))
     assert_same_bits(before, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
 
@@ -2345,6 +2431,7 @@ def test_updates_without_a_finite_gradient_are_left_out_and_counted(stage, monke
     state, log = train(stage("pretrain", "--micro-batch 4"))      # the second of two losses is bad
     assert state["step"] == 8 and run.finite(state)
     assert [line["skipped"] for line in log] == [3, 2]
+    assert all(0 < line["grad_norm"] < math.inf for line in log)      # of the other steps
 
 
 @pytest.mark.parametrize("name, file", (
@@ -2391,6 +2478,22 @@ def test_a_line_of_the_log_has_its_fields(stage, monkeypatch, name, flags, field
     assert (line["step"], line["memory_gib"], line["skipped"]) == (8, 3, 0)
     if fields > VECTORS:      # of three objectives, or of three experts
         assert all(len(line[vector]) == 3 for vector in VECTORS)
+
+
+def test_a_mean_of_the_log_is_over_the_steps_in_which_it_is_finite(stage, monkeypatch):
+    """Of each number of a vector by itself."""
+    calls = itertools.count()
+
+    def explore_losses(*args, **kwargs):
+        values, regularizer, metrics = losses.explore_losses(*args, **kwargs)
+        step = next(calls)
+        metrics["entropy"] = torch.tensor([step, math.nan if step in (1, 2) else step])
+        metrics["cls_share"] = torch.full((2,), math.inf)
+        return values, regularizer, metrics
+    monkeypatch.setattr(pretrain, "explore_losses", explore_losses)
+    line, = train(stage("pretrain", "--max-steps 4"))[1]
+    assert line["entropy"] == [1.5, 1.5] and line["cls_share"] == [None, None]
+    assert line["dispatch_cv"][0] > 0
 
 
 def test_the_log_keeps_no_graph_until_its_next_line(stage, monkeypatch):
