@@ -72,31 +72,17 @@ def print_once(line: str):
     print(line, file=sys.stderr, flush=True)
 
 
-def list_folder(folder: str) -> list[os.DirEntry]:
-    """What is in a folder, sorted by name, without hidden files and folders."""
-    if not os.path.isdir(folder):
-        return []
-    with os.scandir(folder) as entries:
-        return sorted((entry for entry in entries
-                       if entry.name[0] != "." and entry.name != "__MACOSX"),
-                      key=lambda entry: entry.name)
+def walk(folder: str):
+    """As os.walk, through links, sorted, and without hidden files and folders."""
+    for here, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if name[0] != "." and name != "__MACOSX")
+        yield here, folders, sorted(name for name in names if name[0] != ".")
 
 
-def list_images(folder: str, above: tuple[str, ...] = ()) -> list[str]:
-    """The paths of the images in a folder, and then those in the folders inside it.
-
-    `above` are the folders around it. Links are followed, but never to a folder around them.
-    """
-    here = os.path.realpath(folder)
-    if any(os.path.commonpath([here, other]) == here for other in above):
-        return []
-    entries = list_folder(folder)
-    paths = [entry.path for entry in entries
-             if entry.name.lower().endswith(IMG_EXTENSIONS) and not entry.is_dir()]
-    for entry in entries:
-        if entry.is_dir():
-            paths += list_images(entry.path, (*above, here))
-    return paths
+def list_images(folder: str) -> list[str]:
+    """The paths of the images in a folder, and then those in the folders inside it."""
+    return [os.path.join(here, name) for here, _, names in walk(folder) for name in names
+            if name.lower().endswith(IMG_EXTENSIONS)]
 
 
 class Photos(Dataset):
@@ -112,8 +98,7 @@ class Photos(Dataset):
         elif classes is None:
             found = [list_images(root)]
         else:
-            above = (os.path.realpath(root),)
-            found = [list_images(os.path.join(root, name), above) for name in classes]
+            found = [list_images(os.path.join(root, name)) for name in classes]
         if not any(found):
             raise UserError(missing)
         # Loaders that are forked share arrays. Of lists, each would soon have its own copy, because
@@ -139,11 +124,17 @@ class Folder(Photos):
 
     def __init__(self, root: str, split: str):
         train, folder = os.path.join(root, "train"), os.path.join(root, split)
-        self.classes = [entry.name for entry in list_folder(train) if entry.is_dir()]
-        for entry in list_folder(folder):
-            if entry.is_dir() and entry.name not in self.classes:
-                raise UserError(f"--data {root}: the class {entry.path} is not in {train}")
-        super().__init__(folder, f"--data {root}: no image in {folder}/CLASS/", self.classes)
+        nothing = root, [], []
+        _, self.classes, _ = next(walk(train), nothing)
+        _, classes, names = next(walk(folder), nothing)
+        if others := set(classes) - set(self.classes):
+            raise UserError(f"--data {root}: the class {folder}/{min(others)} is not in {train}")
+        missing = f"--data {root}: no image in {folder}/CLASS/"
+        for kind, ending in (("images that are in no class folder", IMG_EXTENSIONS),
+                             (".tar files, which are to be unpacked into class folders", ".tar")):
+            if any(name.lower().endswith(ending) for name in names):
+                missing += f", but {kind}"
+        super().__init__(folder, missing, self.classes)
 
 
 def open_images(data: str, split: str, image_size: int, labels: bool = True) -> Dataset:
