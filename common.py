@@ -134,6 +134,11 @@ def add_length_flags(parser: argparse.ArgumentParser, unit: str, *, length: int,
                        help=f"{unit} between evaluations and kept checkpoints")
 
 
+def add_pool_flag(group):
+    group.add_argument("--pool", choices=("cls", "mean"), default="cls",
+                       help="what stands for an image: [CLS], or the mean of the patch tokens")
+
+
 def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """Parses the flags of a stage that trains. Refuses a warm-up that is as long as the run."""
     args = parser.parse_args(argv)

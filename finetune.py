@@ -41,8 +41,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
                        help="that of a model from scratch, pixels a side")
     group.add_argument("--image-size", type=positive_int,
                        help="pixels a side (default: the checkpoint's, else 224)")
-    group.add_argument("--pool", choices=("cls", "mean"), default="cls",
-                       help="what the head sees: [CLS], or the mean of the patch tokens")
+    common.add_pool_flag(group)
 
     args = common.parse_run(parser, argv)
     scratch = ("model", "patch_size")

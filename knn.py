@@ -3,7 +3,7 @@
     python knn.py runs/pretrain/epoch_0300.pt
     torchrun --nproc_per_node 4 knn.py runs/pretrain/epoch_*.pt ViT-B-16/openai
 
-Each result is a line of knn.jsonl, which is appended. With several encoders, the best is named.
+Each result is a line of knn.jsonl, which is appended.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import common
 import data
 from common import UserError, positive, positive_int
 from encoders import FrozenEncoder, build_frozen
+from model import pool
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -29,6 +30,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("-k", type=positive_int, default=20, help="neighbors that vote")
     group.add_argument("--temperature", type=positive, default=0.07, metavar="T",
                        help="a neighbor's vote weighs exp(cosine / T)")
+    common.add_pool_flag(group)
     group.add_argument("--batch-size", type=positive_int, default=256,
                        help="images of one forward pass of one process")
     group.add_argument("--out", metavar="FOLDER",
@@ -40,7 +42,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 @torch.no_grad()
 def extract(encoder: FrozenEncoder, views: data.CenterViews, args, process: common.Process,
             what: str) -> tuple[Tensor, Tensor]:
-    """Each view's [CLS] token, of unit length -> features [M, D], labels [M]
+    """Each view's [CLS] or mean patch, of unit length -> features [M, D], labels [M]
 
     Each process computes its share of the batches, and all of them return all rows, in the
     order of the views. `what` names the progress bar.
@@ -50,7 +52,7 @@ def extract(encoder: FrozenEncoder, views: data.CenterViews, args, process: comm
     for batch in data.eval_batches(views, args.batch_size, args, process, what):
         with process.autocast():
             tokens = encoder(batch["image"] / 255)
-        features[batch["index"]] = F.normalize(tokens[:, 0].float(), dim=1)
+        features[batch["index"]] = F.normalize(pool(tokens.float(), args.pool), dim=1)
         labels[batch["index"]] = batch["label"]
     return process.sum(features), process.sum(labels)      # rows of other processes are zero
 
@@ -110,8 +112,9 @@ def main(args) -> list[float]:
         results[name] = accuracy(name, encoder, train, val, args, process)
         if process.rank == 0:
             row = {"encoder": name, "step": getattr(encoder, "step", None),
-                   "epoch": getattr(encoder, "epoch", None), "data": args.data, "k": args.k,
-                   "temperature": args.temperature, "top1": results[name]}
+                   "epoch": getattr(encoder, "epoch", None), "data": args.data,
+                   "pool": args.pool, "k": args.k, "temperature": args.temperature,
+                   "top1": results[name]}
             out.mkdir(parents=True, exist_ok=True)
             with open(out / "knn.jsonl", "a") as log:
                 log.write(json.dumps(row) + "\n")

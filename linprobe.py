@@ -1,4 +1,4 @@
-"""Probes on a frozen encoder: a linear layer on [CLS], or Efficient Probing on the patches.
+"""Probes on a frozen encoder: a linear layer, or Efficient Probing on the patches.
 
     torchrun --nproc_per_node 4 linprobe.py runs/pretrain/epoch_0300.pt
     python linprobe.py ViT-B-16/openai --probe ep --data food101
@@ -23,13 +23,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
                        help="a checkpoint file, open_clip's MODEL/PRETRAINED, or timm/NAME")
     group.add_argument(
         "--probe", choices=("linear", "ep"), default="linear",
-        help="linear: a linear layer on [CLS]; ep: Efficient Probing, with 32 queries on the patch "
-             "tokens")
+        help="linear: a linear layer on what --pool says; ep: Efficient Probing, with 32 queries "
+             "on the patch tokens")
+    common.add_pool_flag(group)
     common.add_train_flags(parser, "linprobe", batch_size=2048, lr=2e-3, min_lr=0.0,
                            weight_decay=0.0, clip_grad=0.0)
     common.add_length_flags(parser, "epochs", length=100, warmup=10, save_every=10)
     supervised.add_augment_flag(parser)
-    return common.parse_run(parser, argv)
+    args = common.parse_run(parser, argv)
+    if args.probe == "ep" and args.pool != "cls":
+        parser.error("--pool needs --probe linear")
+    return args
 
 
 class EfficientProbe(nn.Module):
@@ -64,8 +68,9 @@ def main(args) -> dict[str, float]:
     dataset, val = (data.open_images(args.data, split, frozen.image_size)
                     for split in ("train", "val"))
     common.seed_torch("weights", args.seed)
-    kind = supervised.LinearHead if args.probe == "linear" else EfficientProbe
-    head = kind(frozen.dim, len(dataset.classes)).to(process.device)
+    size = frozen.dim, len(dataset.classes)
+    head = (supervised.LinearHead(*size, args.pool) if args.probe == "linear"
+            else EfficientProbe(*size)).to(process.device)
     if args.compile:
         frozen.compile()
     return supervised.fit_classifier(args, process, head, dataset, val, frozen.image_size,

@@ -388,6 +388,11 @@ class Explore(nn.Module):
     no_weight_decay = ViT.no_weight_decay
 
 
+def pool(tokens: Tensor, kind: str) -> Tensor:
+    """tokens [B, 1 + N, D] -> [B, D]: of the kind "cls", [CLS], and of "mean", the mean patch"""
+    return tokens[:, 0] if kind == "cls" else tokens[:, 1:].mean(1)
+
+
 def count_masked(grid: int, mask_ratio: float) -> int:
     """The number of masked patches in each image of grid x grid patches."""
     return int(mask_ratio * grid ** 2)

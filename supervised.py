@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import functional as TF
 import common
 import data
 from common import UserError, fraction, positive
-from model import IMAGENET_MEAN, IMAGENET_STD, ViT
+from model import IMAGENET_MEAN, IMAGENET_STD, ViT, pool
 from run import Run
 
 EVAL_BATCH = 256          # images of one forward pass; any number gives the same scores
@@ -150,7 +150,7 @@ class LinearHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens[:, 0] if self.pool == "cls" else tokens[:, 1:].mean(1))
+        return super().forward(pool(tokens, self.pool))
 
 
 def evaluate(predict, views: data.CenterViews, args, process: common.Process) -> dict[str, float]:

@@ -1942,8 +1942,7 @@ def plain_supervised(name, args, world=1):
             tokens, _ = encoder(normalized(pixels))
         if name == "ep":
             return head(tokens)
-        mean = not probe and args.pool == "mean"
-        return head(tokens[:, 1:].mean(1) if mean else tokens[:, 0])
+        return head(tokens[:, 1:].mean(1) if args.pool == "mean" else tokens[:, 0])
     plain = Plain(args, trained, images, views, rates, world=world)
     mix = v2.RandomChoice([v2.MixUp(alpha=0.8, num_classes=4),
                            v2.CutMix(alpha=1.0, num_classes=4)])
@@ -1980,7 +1979,7 @@ ODD_SUPERVISED = ("--batch-size 32 --micro-batch 8 --max-steps 3 --epochs 4 --wa
     ("finetune", "--recipe fa --layer-decay 1 --drop-path 0.4 --pool mean --augment plain "
                  "--clip-grad 0"),
     ("scratch", "--model vit_nano --image-size 32 --patch-size 8 --recipe none --drop-path 0.4"),
-    ("linear", ""), ("ep", "--augment plain")))
+    ("linear", ""), ("linear", "--pool mean --augment plain"), ("ep", "--augment plain")))
 def test_supervised_stages_equal_a_plain_loop(stage, name, flags):
     scratch = name == "scratch"
     script = "finetune" if scratch else name
@@ -2585,6 +2584,7 @@ def test_the_defaults_are_the_papers(monkeypatch, name, expected):
     ("finetune", "--recipe fr --expert-dropout 0.3", "--expert-dropout"),
     ("finetune", "--image-size 33", "--image-size 33"), ("finetune", "--model vit_tiny", "--model"),
     ("finetune", "--data nowhere", "nowhere"), ("linear", "--max-steps 0", "--max-steps"),
+    ("ep", "--pool mean", "--pool"),
     ("knn", "-k 33", "-k 33"), ("knn", "--temperature 0", "--temperature"),
     ("knn", "--temperature inf", "--temperature")))
 def test_what_a_stage_cannot_do_is_one_line_that_names_the_flag(capsys, stage, tmp_path,
@@ -2683,19 +2683,24 @@ def test_knn_is_the_weighted_vote_of_the_nearest(temperature, k):
     assert torch.equal(nearest, labels[near[:, 0]])
 
 
-def test_knn_votes_on_cls_after_the_norm_of_normalized_images(photos, encoder, tmp_path,
-                                                              monkeypatch):
+@pytest.mark.parametrize("pool, timms", (("cls", "token"), ("mean", "avg")))
+def test_knn_votes_on_what_timm_pools_of_normalized_images(photos, encoder, tmp_path, monkeypatch,
+                                                           pool, timms):
+    from timm.layers import global_pool_nlc
     vit = encoders.load_encoder(encoder).eval()
     calls = spy(monkeypatch, knn, "classify")
-    flags = ["-k", "7", "--temperature", "0.05", "--out", str(tmp_path), *QUICK]
+    flags = ["-k", "7", "--temperature", "0.05", "--out", str(tmp_path), "--pool", pool, *QUICK]
     accuracy, = knn.main(knn.parse_args([encoder, "--data", photos, *flags]))
     val, bank = (data.Folder(photos, split) for split in ("val", "train"))
     for images, features in zip((val, bank), calls[0].args):
         views = torch.stack([data.center_view(image, 32) for image, _ in images]) / 255
         tokens, _ = vit(normalized(views))
-        assert torch.allclose(features, F.normalize(tokens[:, 0], dim=1), atol=1e-5)
+        expected = global_pool_nlc(tokens, timms, num_prefix_tokens=1)
+        assert torch.allclose(features, F.normalize(expected, dim=1), atol=1e-5)
     assert calls[0].args[2].tolist() == [label for _, label in bank]
     assert calls[0].args[3:] == (4, 7, 0.05)
+    row, = map(json.loads, (tmp_path / "knn.jsonl").read_text().splitlines())
+    assert row["pool"] == pool
     predicted = knn.classify(*calls[0].args)
     assert accuracy == 100 * np.mean([label == p for (_, label), p in zip(val, predicted)])
 
@@ -2713,7 +2718,8 @@ def test_knn_prints_and_appends_rows_the_same_in_two_processes(photos, tmp_path,
     printed = capsys.readouterr().out
     assert printed == "".join(f"{top1:6.2f}%  {path}\n" for top1, path in zip(results, paths))
     assert run_two("knn.py", *paths, *flags) == printed
-    rows = [dict(encoder=path, step=step, epoch=epoch, data=photos, k=32, temperature=0.07,
+    rows = [dict(encoder=path, step=step, epoch=epoch, data=photos, pool="cls", k=32,
+                 temperature=0.07,
                  top1=top1) for path, step, epoch, top1 in zip(paths, (None, 12), (None, 3.0),
                                                                results)]
     lines = (tmp_path / "knn.jsonl").read_text().splitlines()
