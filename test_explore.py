@@ -61,7 +61,7 @@ import run
 import segment
 import supervised
 from encoders import build_frozen
-from experiments import control
+from experiments import control, results
 from shapes import Shapes
 
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
@@ -2086,7 +2086,7 @@ def test_segmentation_equals_a_plain_loop(stage):
 @needs_loopback
 def test_two_processes_evaluate_the_model_that_is_saved_each_on_its_share(stage, tmp_path):
     """Without an exchange, their statistics of batch normalization would differ."""
-    argv = stage("segment", f"{ODD_SEGMENT} --lr 0.03 --micro-batch 2")
+    argv = stage("segment", f"{ODD_SEGMENT} --lr 0.01 --micro-batch 2")
     run_two("segment.py", *argv)
     state, log = read_run(tmp_path / "run")
     args = segment.parse_args(argv)
@@ -2159,7 +2159,8 @@ def test_a_complete_run_stays_as_it_is(stage, monkeypatch, tmp_path, capsys):
     assert train(argv)[0]["step"] == 8
     assert "SIGUSR1" not in capsys.readouterr().out
     written = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    assert written.keys() == {"epoch_0000.pt", "epoch_0002.pt", "last.pt", "log.jsonl"}
+    assert written.keys() == {"args.json", "epoch_0000.pt", "epoch_0002.pt", "last.pt",
+                              "log.jsonl"}
     train(argv)
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == written
 
@@ -3350,6 +3351,60 @@ def test_planted_tokens_are_random_with_the_teachers_mean_and_deviation():
     noise = torch.rand(300, 9) < 0.3
     planting.how = "noise"
     assert torch.equal(planting(targets, noise)[1], noise)
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
+def test_the_papers_tables_stand_beside_what_runs_have_measured(stage, teacher, photos, scenes,
+                                                                tmp_path, monkeypatch, capsys):
+    """The page is REPRODUCE.md's first block, with small sizes in its functions, and rows."""
+    small = f"--data {photos} --epochs 2 --warmup-epochs 1 --batch-size 8 {' '.join(QUICK)}"
+    toy = f"{' '.join(TOY)} --teacher {teacher} --save-every 1"
+    scene = (f"--data {scenes} --iterations 8 --warmup-iterations 1 --batch-size 4 --save-every 4 "
+             f"--classes 11 --crop-size 32 --width 8 {' '.join(QUICK)}")
+    rows = ["pretrain tc2   # 75.4", "pretrain tc0 --experts 0   # 75.7",
+            "pretrain tc3   # Figure 3", "pretrain tc4 --seed 1   # 12.5, collapsed",
+            "probe tc2 linear   # 79.60", "finetune tc2 fr exd   # 84.1",
+            "segment tc2 none   # 52.5", "probe tc0 linear   # 76.2"]
+    definitions = blocks("REPRODUCE", "bash")[0].replace("epoch_0300", "epoch_0002")
+    for script, flags in (("pretrain", f"{toy} {small}"), ("linprobe", small), ("finetune", small),
+                          ("segment", scene)):
+        definitions = definitions.replace(f"{script}.py ", f"{script}.py {flags} ")
+    definitions = definitions.replace('--data "${3:-$IMAGENET}"', "").replace(
+        '--data "$ADE20K"', "")
+    page = (f"## Commands\n\n```bash\n{definitions}```\n\n### k-NN\n\nTable 3, and more:\n\n"
+            "```bash\n" + "\n".join(rows[:4]) + "\n```\n\n### Others: Table 4\n\nText.\n\n"
+            "```bash\n" + "\n".join(rows[4:]) + "\nfinetune tc9 none\n```\n")
+    found = results.read_rows(page)
+    commands = [row["command"] for row in found]
+    assert [f"{row['row']}   # {row['paper']}" for row in found] == rows
+    assert [row["table"] for row in found] == ["Table 3, and more"] * 4 + ["Others: Table 4"] * 4
+    monkeypatch.chdir(tmp_path)
+    best = {}
+    for i in (0, 1, 3, 4, 5, 6):      # the others have not run
+        script, *flags = shlex.split(commands[i])
+        flags += {1: ["--lr", "0.1"], 3: ["--max-steps", "5"]}.get(i, [])
+        name = script.removesuffix(".py").replace("linprobe", "linear")
+        scores, _, log = play(name, flags)
+        best[i] = scores and max(line.get("top1", line.get("miou", 0)) for line in log)
+    epochs = [f"runs/tc2/epoch_000{epoch}.pt" for epoch in (0, 1, 2)]
+    knns = knn.main(knn.parse_args([*epochs, teacher, "--data", photos, *QUICK]))
+    knn.main(knn.parse_args([*epochs, "--pool", "mean", "--data", photos, *QUICK, "-k", "1"]))
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    best[0] = max(knns[:3])
+    monkeypatch.setattr(results, "read_rows", lambda text: [dict(row) for row in found])
+    table = results.main(results.parse_args(["moved", "--markdown", "--json", "x.json"]))
+    assert json.loads(Path("x.json").read_text()) == table
+    assert [row["measured"] for row in table] == [best.get(i) for i in range(8)]
+    assert table[0]["difference"] == pytest.approx(best[0] - 75.4)
+    assert table[0]["note"] == f"epoch {knns.index(best[0])}"
+    assert table[1]["note"] == "other flags: --lr 0.1"
+    assert table[3]["note"] == "at epoch 1 of 2"
+    assert table[5]["difference"] == pytest.approx(best[5] - 84.1)
+    assert [row["difference"] is None for row in table] == [0, 1, 1, 1, 0, 0, 0, 1]
+    out = capsys.readouterr().out
+    for row in table:
+        line, = (line for line in out.splitlines() if line.startswith(f"| {row['row']} |"))
+        assert f"| {row['paper']} | " in line and line.endswith(f" | {row['note']} |")
 
 
 def test_the_controls_table_compares_arms_seed_by_seed(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,132 @@
+"""The tables of REPRODUCE.md with what your runs have measured, and the difference to the paper.
+
+    python experiments/results.py                         # of the runs in runs/
+    python experiments/results.py RUNS --markdown > results.md
+
+A row is a command of REPRODUCE.md with the paper's number behind it. What stands beside it is the
+best k-NN accuracy of a pretraining run's epochs, and the best evaluation of any other run; a dash
+if there is none. A run with other flags than the command's has no difference to the paper.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(HERE))
+import finetune
+import linprobe
+import pretrain
+import segment
+from plot import read_lines
+from run import FREE_FLAGS
+
+STAGES = {"pretrain.py": pretrain, "linprobe.py": linprobe, "finetune.py": finetune,
+          "segment.py": segment}
+COLUMNS = ("row", "paper", "measured", "difference", "note")
+# in bash, the page's commands print what they would start
+STAND_INS = """torchrun() { shift 2; printf '%q ' "$@"; echo; }
+python() { :; }
+"""
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="?", default="runs", help="their folder (default: runs)")
+    parser.add_argument("--markdown", action="store_true", help="print tables for a page")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
+    return parser.parse_args(argv)
+
+
+def read_rows(page: str) -> list[dict]:
+    """The rows of a page -> [{"table", "row", "paper", "command"}]
+
+    table: the last sentence above the row's block that ends with a colon, or the last heading.
+    """
+    rows, script = [], STAND_INS
+    for above, code in re.findall(r"(.*?)^```bash\n(.*?)^```", page, re.M | re.S):
+        last = above.strip().split("\n\n")[-1]
+        title = re.findall(r"^#+ (.*)", above, re.M)[-1:]
+        if last.endswith(":"):
+            title = [re.split(r"\.\s", last[:-1])[0].replace("\n", " ")]
+        for line in code.splitlines():
+            if found := re.fullmatch(r"((?:pretrain|probe|finetune|segment|gradnorm) .*?) +# (.*)",
+                                     line):
+                script += f"echo row {len(rows)}\n"
+                rows.append({"table": title[0], "row": found[1], "paper": found[2]})
+            script += line + "\n"
+    printed = subprocess.run(["bash", "-euc", script], stdout=subprocess.PIPE, text=True,
+                             check=True).stdout
+    for index, command in re.findall(r"^row (\d+)\n(.*)", printed, re.M):
+        rows[int(index)]["command"] = command
+    return rows
+
+
+def measure(command: str, runs: str) -> tuple[float | None, str, bool]:
+    """-> the best score of the run that a command starts, a note on it, and whether it has the
+    command's flags
+    """
+    script, *flags = shlex.split(command)
+    flags = [re.sub("^runs(?=/)", lambda _: runs, flag) for flag in flags]
+    expected = vars(STAGES[script].parse_args(flags))
+    folder = Path(expected["out"])
+    lines = read_lines(folder / "log.jsonl")
+    if not (folder / "args.json").exists() or not lines:
+        return None, "", True
+    args = json.loads((folder / "args.json").read_text())["args"]
+    if script == "pretrain.py":
+        scores = [(row["top1"], f"epoch {row['epoch']:g}")
+                  for row in read_lines(folder / "knn.jsonl")
+                  if Path(row["encoder"]).parent.name == folder.name and row["epoch"] is not None
+                  and (row["pool"], row["k"], row["temperature"]) == ("cls", 20, 0.07)]
+    else:
+        scores = [(line[score], "") for line in lines for score in ("top1", "miou")
+                  if score in line]
+    best, note = max(scores, default=(None, ""))
+    notes = [note] if note else []
+    done, unit = (("step", "iterations") if script == "segment.py" else ("epoch", "epochs"))
+    if lines[-1][done] < args[unit]:
+        notes.append(f"at {done} {lines[-1][done]:.0f} of {args[unit]}")
+    for files in ("checkpoint", "encoder"):      # RUNS may have another path today
+        for each in (expected, args):
+            if each.get(files):
+                each[files] = Path(each[files]).parts[-2:]
+    other = [f"--{name.replace('_', '-')} {args.get(name)}" for name in expected
+             if name not in FREE_FLAGS and args.get(name) != expected[name]]
+    if other:
+        notes.append("other flags: " + ", ".join(other))
+    return best, "; ".join(notes), not other
+
+
+def main(args: argparse.Namespace) -> list[dict]:
+    rows = read_rows((HERE / "REPRODUCE.md").read_text("utf-8"))
+    for row in rows:
+        row["measured"], row["note"], same = measure(row.pop("command"), args.runs)
+        number = re.match(r"\d+(\.\d+)?$", row["paper"].split(",")[0])
+        comparable = same and number and row["measured"] is not None
+        row["difference"] = row["measured"] - float(number[0]) if comparable else None
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    for table in dict.fromkeys(row["table"] for row in rows):
+        shown = [COLUMNS] + [
+            (row["row"], row["paper"],
+             "-" if row["measured"] is None else f"{row['measured']:.2f}",
+             "-" if row["difference"] is None else f"{row['difference']:+.2f}", row["note"])
+            for row in rows if row["table"] == table]
+        widths = [max(map(len, column)) for column in zip(*shown)]
+        print(f"\n### {table}\n" if args.markdown else f"\n{table}\n")
+        for i, cells in enumerate(shown):
+            if args.markdown:
+                print("| " + " | ".join(cells) + " |" + "\n|---|---|---|---|---|" * (i == 0))
+            else:
+                print("  ".join(map(str.ljust, cells, widths)).rstrip())
+    return rows
+
+
+if __name__ == "__main__":
+    main(parse_args())
