@@ -27,6 +27,7 @@ from common import Process, UserError, generator
 from model import count_masked
 from shapes import Shapes
 
+tqdm.monitor_interval = 0      # no thread of progress bars: loaders are forked, threads are not
 BICUBIC = TF.InterpolationMode.BICUBIC
 DRAWN = ("shapes", "shapes-noise")
 DOWNLOADED = {"cifar10": "CIFAR10", "food101": "Food101"}      # torchvision's names
