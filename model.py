@@ -259,12 +259,16 @@ class ViT(nn.Module):
     def embed(self, images: Tensor, ids_keep: Tensor | None = None, mask: Tensor | None = None,
               mask_token: Tensor | None = None) -> Tensor:
         """images [B, 3, S, S] -> the tokens that enter the first block [B, T, D]."""
-        x = self.patch_embed(images).flatten(2).transpose(1, 2)      # [B, N, D]
+        patches = F.pixel_unshuffle(images, self.patch_size).flatten(2).transpose(1, 2)
+        positions = self.pos_embed[:, 1:]
+        if ids_keep is not None:      # nothing is ever computed of the other patches
+            patches = patches.take_along_dim(ids_keep[..., None], dim=1)
+            positions = positions[0, ids_keep]                                   # [B, V, D]
+        proj = self.patch_embed.proj      # a convolution without overlap is a linear layer
+        x = F.linear(patches, proj.weight.flatten(1), proj.bias)                 # [B, N or V, D]
         if mask is not None:
             x = torch.where(mask[..., None], mask_token.to(x.dtype), x)
-        x = x + self.pos_embed[:, 1:]      # before patches are dropped: each keeps its place
-        if ids_keep is not None:
-            x = x.take_along_dim(ids_keep[..., None], dim=1)                     # [B, V, D]
+        x = x + positions
         cls = self.cls_token + self.pos_embed[:, :1]
         return torch.cat([cls.expand(len(x), -1, -1), x], dim=1)
 

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections import namedtuple
 from importlib import metadata
@@ -388,7 +389,7 @@ def test_patches_are_dropped_or_replaced_around_the_position_embedding():
     ids_keep = torch.stack([torch.randperm(25)[:7] for _ in range(2)])
     sparse, _ = vit(images, ids_keep)
     for b in range(2):
-        assert torch.equal(sparse[b], whole[b, [0, *(1 + ids_keep[b]).tolist()]])
+        assert torch.allclose(sparse[b], whole[b, [0, *(1 + ids_keep[b]).tolist()]])
     mask = torch.rand(2, 25) < 0.5
     mask_token = randn(1, 1, 18)
     dense, _ = vit(images, mask=mask, mask_token=mask_token)
@@ -2371,6 +2372,8 @@ def test_flags_that_say_where_how_fast_or_how_long_may_change(stage, photos, mon
              "--save-every 1 --max-steps 2")
     assert train(stage("pretrain", flags, out="moved"))[0]["step"] == 2
     assert loaders[-1].kwargs["num_workers"] == 1
+    # Python 3.12 and later warn of forks beside threads
+    assert "TMonitor" not in [type(thread).__name__ for thread in threading.enumerate()]
     changed = set(re.findall(r"--(\S+)", flags)) - {"no-compile"} | {"out", "compile"}
     assert {name.replace("_", "-") for name in run.FREE_FLAGS} == changed
     pred, targets = calls[-1].args[:2]
