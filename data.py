@@ -338,6 +338,5 @@ def augment(batch: dict) -> Tensor:
     brightness, contrast, saturation = batch["jitter"][:, :, None, None, None].unbind(1)
     images = (images * brightness).clamp(0, 1)
     mean = TF.rgb_to_grayscale(images).mean((-2, -1), keepdim=True)
-    images = (mean + contrast * (images - mean)).clamp(0, 1)
-    luma = TF.rgb_to_grayscale(images)
-    return (luma + saturation * (images - luma)).clamp(0, 1)
+    images = torch.lerp(mean, images, contrast).clamp(0, 1)
+    return torch.lerp(TF.rgb_to_grayscale(images), images, saturation).clamp(0, 1)
