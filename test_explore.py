@@ -3400,8 +3400,8 @@ def test_the_papers_tables_stand_beside_what_runs_have_measured(stage, teacher, 
     assert [row["measured"] for row in table] == [best.get(i) for i in range(8)]
     assert table[0]["difference"] == pytest.approx(best[0] - 75.4)
     assert table[0]["note"] == f"epoch {knns.index(best[0])}"
-    assert table[1]["note"] == "other flags: --lr 0.1"
-    assert table[3]["note"] == "at epoch 1 of 2"
+    assert table[1]["note"] == "other flags: lr 0.1"
+    assert table[3]["note"] == "epoch 1.25 of 2"
     assert table[5]["difference"] == pytest.approx(best[5] - 84.1)
     assert [row["difference"] is None for row in table] == [0, 1, 1, 1, 0, 0, 0, 1]
     out = capsys.readouterr().out

@@ -91,12 +91,11 @@ def measure(command: str, runs: str) -> tuple[float | None, str, bool]:
     notes = [note] if note else []
     done, unit = (("step", "iterations") if script == "segment.py" else ("epoch", "epochs"))
     if lines[-1][done] < args[unit]:
-        notes.append(f"at {done} {lines[-1][done]:.0f} of {args[unit]}")
-    for files in ("checkpoint", "encoder"):      # RUNS may have another path today
+        notes.append(f"{done} {lines[-1][done]:.4g} of {args[unit]}")
+    for files in {"checkpoint", "encoder"} & expected.keys():      # RUNS may have been moved
         for each in (expected, args):
-            if each.get(files):
-                each[files] = Path(each[files]).parts[-2:]
-    other = [f"--{name.replace('_', '-')} {args.get(name)}" for name in expected
+            each[files] = "/".join(Path(str(each.get(files))).parts[-2:])
+    other = [f"{name.replace('_', '-')} {args.get(name)}" for name in expected
              if name not in FREE_FLAGS and args.get(name) != expected[name]]
     if other:
         notes.append("other flags: " + ", ".join(other))
