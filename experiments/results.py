@@ -40,7 +40,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("runs", nargs="?", default="runs", help="their folder (default: runs)")
     parser.add_argument("--markdown", action="store_true", help="print tables for a page")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not Path(args.runs).is_dir():
+        parser.error(f"{args.runs} is no folder")
+    return args
 
 
 def read_rows(page: str) -> list[dict]:
@@ -80,15 +83,15 @@ def measure(command: str, runs: str) -> tuple[float | None, str, bool]:
         return None, "", True
     args = json.loads((folder / "args.json").read_text())["args"]
     if script == "pretrain.py":
-        scores = [(row["top1"], f"epoch {row['epoch']:g}")
-                  for row in read_lines(folder / "knn.jsonl")
+        scores = [(row["top1"], row["epoch"]) for row in read_lines(folder / "knn.jsonl")
                   if Path(row["encoder"]).parent.name == folder.name and row["epoch"] is not None
-                  and (row["pool"], row["k"], row["temperature"]) == ("cls", 20, 0.07)]
+                  and (row["data"], row["pool"]) == (args["data"], "cls")
+                  and (row["k"], row["temperature"]) == (20, 0.07)]
     else:
-        scores = [(line[score], "") for line in lines for score in ("top1", "miou")
+        scores = [(line[score], line["epoch"]) for line in lines for score in ("top1", "miou")
                   if score in line]
-    best, note = max(scores, default=(None, ""))
-    notes = [note] if note else []
+    best, epoch = max(scores, default=(None, None))
+    notes = [f"best at epoch {epoch:.4g}"] if scores else []
     done, unit = (("step", "iterations") if script == "segment.py" else ("epoch", "epochs"))
     if lines[-1][done] < args[unit]:
         notes.append(f"{done} {lines[-1][done]:.4g} of {args[unit]}")
@@ -121,7 +124,7 @@ def main(args: argparse.Namespace) -> list[dict]:
         print(f"\n### {table}\n" if args.markdown else f"\n{table}\n")
         for i, cells in enumerate(shown):
             if args.markdown:
-                print("| " + " | ".join(cells) + " |" + "\n|---|---|---|---|---|" * (i == 0))
+                print("| " + " | ".join(cells) + " |" + "\n|---|---|---:|---:|---|" * (i == 0))
             else:
                 print("  ".join(map(str.ljust, cells, widths)).rstrip())
     return rows
