@@ -314,7 +314,8 @@ def evaluate(model: Segmenter, views: EvalScenes, args, process: common.Process
                                     batch["image"] / 255, classes, crop, stride)
         predicted = resize(logits, annotation.shape)[0].argmax(0)
         matrix += confusion(predicted, annotation, classes)
-    pixels = process.sum(matrix).sum(1)      # of each class, [1 + C]
+    matrix = process.sum(matrix)
+    pixels = matrix.sum(1)      # of each class, [1 + C]
     absent = (pixels[1:] == 0).sum().item()
     if absent == classes:
         raise UserError(f"--data {args.data}: no pixel of the validation images is labeled")
