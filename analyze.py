@@ -105,17 +105,14 @@ def collect(checkpoint: dict, encoder: ViT, args, process: common.Process) -> tu
     Raises UserError.
     """
     size, blocks = encoder.config["image_size"], encoder.moe_blocks
-    dataset = data.open_images(args.data, "val", size, labels=False)
-    views = data.CenterViews(dataset, size)
+    views = data.CenterViews(data.open_images(args.data, "val", size, labels=False), size)
     rng = np.random.default_rng(args.seed)
-    indices = torch.from_numpy(rng.permutation(len(dataset))[:args.images])
+    indices = torch.from_numpy(rng.permutation(len(views))[:args.images])
     sampled = torch.from_numpy(rng.random((len(indices), 1 + encoder.grid ** 2)))
     sampled = (sampled < TOKENS / sampled.numel()).to(process.device)
     teacher = find_teacher(checkpoint, encoder.grid, process)
     head = {name: parameter.to(process.device) for name, parameter in checkpoint["model"].items()
             if name.startswith("head.")}
-    if args.compile:
-        encoder.compile_blocks()
 
     entering, dispatch, losses = {i: [] for i in blocks}, {i: [] for i in blocks}, []
     order = [batch.tolist() for batch in indices.split(args.batch_size)]
@@ -160,6 +157,8 @@ def measure(path: str, args, process: common.Process) -> dict:
         shown = max(checkpoint["args"].get("loss_block") or blocks)
     if shown not in blocks:
         raise UserError(f"--block {shown}: the MoE blocks of {path} are {blocks}")
+    if args.compile:
+        encoder.compile_blocks()
     pictures, sampled, entering, dispatch, losses = collect(checkpoint, encoder, args, process)
 
     # The numbers of each block; lists have one for each expert.
