@@ -59,7 +59,7 @@ def weighted_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
     patch_loss [B, N], weight [B, N] >= 0 -> scalar, the mean over images. In each image, at
     least one weight must be above zero. The slope at a weight is (loss - weighted mean) / sum of
     weights: descent takes weight from patches above the mean, and gives it to those below. Without
-    the division, a router could make the loss small by giving weight to tokens that have none.
+    the division, a router could make the loss small by giving weight to tokens without a loss.
     """
     return ((weight * patch_loss).sum(1) / weight.sum(1)).mean()
 
