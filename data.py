@@ -333,8 +333,8 @@ def augment(batch: dict) -> Tensor:
     batch of TrainViews: image uint8 [B, 3, S, S], flip [B], jitter [B, 3] -> images [B, 3, S, S]
     in [0, 1]
     """
-    images = batch["image"] / 255
-    images = torch.where(batch["flip"][:, None, None, None], images.flip(-1), images)
+    images = batch["image"]
+    images = torch.where(batch["flip"][:, None, None, None], images.flip(-1), images) / 255
     brightness, contrast, saturation = batch["jitter"][:, :, None, None, None].unbind(1)
     images = (images * brightness).clamp(0, 1)
     mean = TF.rgb_to_grayscale(images).mean((-2, -1), keepdim=True)
