@@ -3280,6 +3280,7 @@ def toy_control(monkeypatch, tmp_path):
     """The control at toy size, with a teacher that is not trained -> its flags"""
     monkeypatch.setattr(control, "SETS", {"shapes-noise": ("noise", 24, 4, 1)})
     monkeypatch.setattr(control, "SERIES", (("shapes-noise", 1),))
+    monkeypatch.setattr(control, "IMAGES", 36)
     monkeypatch.setattr(control, "RUN", [*control.RUN, "--batch-size", "16",
                                          "--warmup-epochs", "0"])
 
@@ -3292,26 +3293,28 @@ def toy_control(monkeypatch, tmp_path):
     def pretend(args):
         Path(args.out).mkdir(exist_ok=True)
         write_checkpoint(f"{args.out}/last.pt", image_size=24, patch_size=4)
-        return {"top1": 30.0}
+        return {"top1": 50.0}
     monkeypatch.setattr(control.finetune, "main", pretend)
-    return ["--images", "36", "--seeds", "3", "--epochs", "1", "--teachers", f"{tmp_path}/teacher",
-            "--out", f"{tmp_path}/rows.jsonl"]
+    return ["--seeds", "3", "--teachers", f"{tmp_path}/teacher", "--out", f"{tmp_path}/rows.jsonl"]
 
 
 @torch.no_grad()
-def plain_measure(student, _, teacher, views, bank):
-    """-> the token loss of visible patches that are no noise, and the accuracy of mean patches,
-    image by image
+def plain_measure(student, _, teacher, views, bank, planting):
+    """-> the token loss of visible patches that are no noise, the mean weight of those that are
+    over that of the others, and the accuracy of mean patches, image by image
     """
-    losses, right = [], 0
+    losses, weights, right = [], {True: [], False: []}, 0
     for i in range(len(views)):
         view = views[0, i]
         images = data.augment({name: torch.as_tensor(value)[None] for name, value in view.items()})
         visible = [j for j in range(36) if not view["mask"][j]]
-        tokens = student(normalized(images), torch.as_tensor(view["mask"])[None]).tokens[0, 1:]
+        pred = student.model(normalized(images), torch.as_tensor(view["mask"])[None])
         targets = F.layer_norm(teacher(images)[0, 1:], (96,))
-        losses += [F.huber_loss(token, targets[j]).item() for token, j in zip(tokens, visible)
-                   if not view["noise"][j]]
+        losses += [F.huber_loss(token, targets[j]).item()
+                   for token, j in zip(pred.tokens[0, 1:], visible) if not view["noise"][j]]
+        dispatch = pred.routing[3].dispatch[0, 1:, 0]
+        for weight, j in zip(dispatch / dispatch.sum(), visible):
+            weights[bool(view["noise"][j])].append(weight.item())
 
     def feature(image):
         tokens, _ = student.encoder(normalized(data.center_view(image, 24)[None] / 255))
@@ -3322,7 +3325,8 @@ def plain_measure(student, _, teacher, views, bank):
         for cosine, at in zip(*(known @ feature(image)).topk(20)):
             votes[bank.rows[at][1]] += (cosine / 0.07).exp()
         right += votes.argmax().item() == label
-    return np.mean(losses), 100 * right / len(views)
+    ratio = np.mean(weights[True]) / np.mean(weights[False])
+    return np.mean(losses), ratio, 100 * right / len(views)
 
 
 def test_each_arm_of_the_control_is_a_row_with_its_loss_on_clean_targets(toy_control, monkeypatch):
@@ -3335,57 +3339,96 @@ def test_each_arm_of_the_control_is_a_row_with_its_loss_on_clean_targets(toy_con
     control.main(options)      # which has nothing left to do
     assert control.read_rows(options.out) == rows
 
-    loss, top1 = plain_measure(*measured[3].args)      # of "routed-0.5"
-    assert rows[3]["loss"] == pytest.approx(loss, rel=1e-4)
-    assert rows[3]["knn"] == pytest.approx(top1, rel=1e-4)
+    at = control.ARMS.index("routed-split")
+    loss, weight, top1 = plain_measure(*measured[at].args)
+    assert rows[at]["loss"] == pytest.approx(loss, rel=1e-4)
+    assert rows[at]["planted_weight"] == pytest.approx(weight, rel=1e-4)
+    assert rows[at]["knn"] == pytest.approx(top1, rel=1e-4)
 
 
-def test_a_teacher_that_did_not_learn_ends_its_seed_with_one_line(toy_control, monkeypatch, capsys):
-    monkeypatch.setattr(control.finetune, "main", lambda args: {"top1": 29.9})
-    options = control.parse_args(toy_control)
-    control.main(options)
-    assert len(capsys.readouterr().out.splitlines()) == 1 and not options.out.exists()
+@pytest.mark.parametrize("arm", control.ARMS)
+def test_an_arm_is_its_weights_and_the_entropy_of_its_router(arm):
+    args = pretrain.parse_args([*control.RUN, *"--data shapes --image-size 20 --patch-size 4 "
+                                "--mask-ratio 0.2 --epochs 2 --objective token --seed 3".split()])
+    students = {}
+    for name in ("routed", arm):
+        students[name] = control.Student(name, args, 7, students).double()
+        torch.manual_seed(len(students))
+        for parameter in students[name].parameters():      # weights that differ
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    student = students[arm]
+    images, targets = torch.rand(2, 3, 20, 20).double(), torch.randn(2, 26, 7).double()
+    mask = torch.stack([torch.randperm(25) < 5 for _ in range(2)])
+    planted = torch.rand(2, 25) < 0.4
+    patch_loss, weight, seen_planted, entropy = student(images, mask, targets, planted)
+    loss = control.compute_loss(patch_loss, weight, entropy)
 
+    pred = student.model(normalized(images), mask)
+    last = student.encoder.blocks[3]
+    x = student.encoder.embed(normalized(images), pred.ids_keep)
+    for block in student.encoder.blocks[:3]:
+        x, _ = block(x)
+    x = last.norm2(x + last.ls1(last.attn(last.norm1(x))))
 
-@pytest.mark.parametrize("arm", ("unweighted-0.5", "oracle-0.5", "softmin-0.1", "routed-0.1"))
-def test_an_arm_is_its_weights_and_the_entropy_of_its_lambda(arm):
-    torch.manual_seed(2)
-    keep = torch.tensor([[0, 2, 3], [1, 3, 4]])
-    dispatch = torch.rand(2, 4, 2).softmax(1).double()
-    pred = model.Prediction(torch.randn(2, 4, 7).double(), None,
-                            {1: None, 3: model.Routing(dispatch, None)}, keep)
-    targets = torch.randn(2, 6, 7).double()
-    planted = torch.tensor([[0, 1, 1, 0, 0], [0, 0, 1, 1, 0]]).bool()
-    kind, lambda_ = arm.split("-")
+    def layers(router):
+        norm, first, _, second = router.logits
+        hidden = F.layer_norm(x, (96,), norm.weight, norm.bias) @ first.weight.T + first.bias
+        return F.gelu(hidden) @ second.weight.T + second.bias
+
+    def cosines(router):
+        return router.scale * F.cosine_similarity(x[:, :, None], router.phi.T, dim=3)
+    router = last.mlp.router
+    logits = (layers(student.own) if arm.startswith("own") else
+              layers(router) if arm.startswith("routed-") else cosines(router))
+    dispatch = logits.softmax(1)
+    assert dispatch.shape == (2, 21, 1 if arm.startswith("own") else 2)
     total = 0
     for b in range(2):
+        keep = [i for i in range(25) if not mask[b, i]]
+        assert seen_planted[b].tolist() == planted[b, keep].tolist()
         cost = [F.huber_loss(pred.tokens[b, 1 + v], F.layer_norm(targets[b, 1 + i], (7,)))
-                for v, i in enumerate(keep[b])]
-        spread = torch.stack(cost).std()
-        weight = {"unweighted": [1, 1, 1], "oracle": [1 - planted[b, i].item() for i in keep[b]],
-                  "softmin": [(-c / spread).exp() for c in cost],
-                  "routed": dispatch[b, 1:, 0]}[kind]
-        total += sum(w * c for w, c in zip(weight, cost)) / sum(weight) / 2
-        total += float(lambda_) * (dispatch[b] * dispatch[b].log()).sum() / 2
-    loss = control.compute_loss(arm, pred, targets, planted)
+                for v, i in enumerate(keep)]
+        factor = {"unweighted": [1] * 20, "oracle": [1 - planted[b, i].item() for i in keep],
+                  "tenth": [0.1 if planted[b, i] else 1 for i in keep],
+                  "softmin": [(-c / 0.1).exp() for c in cost],
+                  "copied": students["routed"](images, mask, targets, planted)[1][b]
+                  }.get(arm, dispatch[b, 1:, 0])
+        total += sum(w * c for w, c in zip(factor, cost)) / sum(factor) / 2
+        total += 0.1 * (dispatch[b] * dispatch[b].log()).sum() / 2
     assert loss.item() == pytest.approx(total.item(), rel=1e-9)
+
+    if arm.startswith("routed-"):      # whose outputs do patches take?
+        combine = (cosines(router.other) if "split" in arm else logits).softmax(2)
+        assert torch.allclose(pred.routing[3].combine, combine)
+    if arm[:3] in ("own", "rou"):      # whom do the weights teach?
+        early = student.encoder.blocks[0].attn.qkv.weight
+        logits = [router.phi] if arm == "routed" else [*(student.own or router).logits.parameters()]
+        reached, *taught = torch.autograd.grad(weight.square().sum(), [early, *logits],
+                                               allow_unused=True)
+        assert (reached is None) == ("detached" in arm) and None not in taught
 
 
 def test_planted_tokens_are_random_with_the_teachers_mean_and_deviation():
     teacher = lambda images: torch.arange(7.0) * torch.randn(len(images), 10, 7) + 3  # noqa: E731
     views = {(0, i): {"image": torch.zeros(3, 6, 6, dtype=torch.uint8)} for i in range(512)}
     planting = control.Planting("random", teacher, views, 5, torch.device("cpu"))
-    targets = torch.full((300, 10, 7), 50.0)
-    changed, planted = planting(targets, torch.zeros(300, 9).bool())
+    targets, images = torch.full((300, 10, 7), 50.0), torch.rand(300, 3, 6, 6)
+    changed, planted = planting(images, targets, torch.zeros(300, 9).bool())
     assert planted.sum(1).tolist() == [4] * 300      # 40 % of 9
     assert (changed[:, 0] == 50).all() and (changed[:, 1:][~planted] == 50).all()
     assert torch.allclose(changed[:, 1:][planted].mean(0), torch.full((7,), 3.0), atol=0.6)
     assert torch.allclose(changed[:, 1:][planted].std(0), torch.arange(7.0), atol=0.5)
-    again, _ = planting(targets, planted)
+    again, _ = planting(images, targets, planted)
     assert not torch.equal(again, changed)
     noise = torch.rand(300, 9) < 0.3
     planting.how = "noise"
-    assert torch.equal(planting(targets, noise)[1], noise)
+    assert torch.equal(planting(images, targets, noise)[1], noise)
+    planting.how = "flat"      # a patch of one color is flat, whatever its color
+    flat = torch.stack([torch.randperm(9) < 4 for _ in range(300)])
+    color = torch.rand(300, 3, 3, 3).repeat_interleave(2, 2).repeat_interleave(2, 3)
+    where = flat.view(300, 1, 3, 3).repeat_interleave(2, 2).repeat_interleave(2, 3)
+    images = torch.where(where, color, images)
+    assert torch.equal(planting(images, targets, noise)[1], flat)
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
@@ -3452,20 +3495,29 @@ def test_the_papers_tables_stand_beside_what_runs_have_measured(stage, teacher, 
 
 def test_the_controls_table_compares_arms_seed_by_seed(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(control, "SERIES", (("cifar10", 8),))
+    monkeypatch.setattr(control, "SERIES", (("cifar10-flat", 8), ("cifar10-random", 8),
+                                              ("cifar10-clean", 8)))
     floor, best = (2.0, 3.0, 4.0), (1.0, 1.0, 1.0)
-    losses = {"unweighted-0.5": floor, "oracle-0.5": best, "softmin-0.5": (1.5, 2.0, 2.5),
-              "routed-0.5": floor, "unweighted-0.1": floor, "routed-0.1": floor}
-    rows = [{"set": "cifar10", "epochs": 8, "seed": seed, "arm": arm, "loss": values[seed],
-             "knn": 40.0 + seed * (arm == "softmin-0.5")}
-            for arm, values in losses.items() for seed in range(3)]
-    found = control.compare(rows, "cifar10", 8, "softmin-0.5")
-    assert found["recovered"] == pytest.approx((0.5, 0))
+    losses = dict.fromkeys(control.ARMS, floor) | {"softmin": (1.5, 2.0, 2.5), "oracle": best}
+    rows = [{"set": name, "epochs": 8, "seed": seed, "arm": arm, "loss": values[seed],
+             "knn": 40.0 + seed * (arm == "softmin"), "planted_weight": 0.1 * seed}
+            for name in ("cifar10-flat", "cifar10-clean")
+            for arm, values in losses.items() for seed in (2, 0, 1)]
+    rows = [row for row in rows if row["arm"] != "oracle" or row["set"] == "cifar10-flat"]
+    flat = [row for row in rows if row["set"] == "cifar10-flat"]
+    found = control.compare(flat, True, "softmin")
+    assert found["share"] == pytest.approx((0.5, 0))
     change = np.array([-25, -100 / 3, -37.5])
     assert found["loss"] == pytest.approx((change.mean(), 4.303 * change.std(ddof=1) / 3 ** 0.5))
     assert found["knn"] == pytest.approx((1, 4.303 / 3 ** 0.5))
-    control.draw(rows, tmp_path / "x.png")
-    assert "**-31.9 ±" in capsys.readouterr().out and (tmp_path / "x.png").stat().st_size > 0
+    assert found["weight"] == pytest.approx((0.1, 0.1 * 4.303 / 3 ** 0.5))
+    unfinished = [{"set": "cifar10-random", "epochs": 8, "seed": seed, "arm": "own"}
+                  for seed in (0, 1)]
+    control.draw(rows + unfinished, tmp_path / "x.png")
+    lines = capsys.readouterr().out.splitlines()
+    assert "| softmin | **+0.50 ± 0.00**, 0.10 |" in lines
+    assert "| softmin | **-31.9 ± 15.8** | **-31.9 ± 15.8** |" in lines
+    assert "| oracle | +0.0 ± 0.0 |  |" in lines and (tmp_path / "x.png").stat().st_size > 0
 
 
 # -------------------------------------------------------------------------------- pages

@@ -8,25 +8,32 @@ On planted patches, the teacher's tokens are replaced by random ones of the same
 deviation, drawn anew each time, so that nothing can be learned there. The arms differ in the
 weights of the patch losses (Eq. 5):
 
-  unweighted   all patches count alike
-  oracle       planted patches count nothing
-  softmin      exp(-loss / lambda), without a gradient
-  routed       the paper's: expert 0's dispatch weights, which learn from the loss
+  unweighted              all patches count alike
+  oracle                  planted patches count nothing
+  tenth                   planted patches count a tenth
+  softmin                 exp(-loss / lambda), without a gradient
+  routed                  the paper's: expert 0's dispatch weights, which learn from the loss
+  copied                  those of the routed student in the same step, for another student
+  routed-hidden           as routed, but the routers have a hidden layer in place of cosines
+  routed-split            the same, and combine weights come from cosines of their own
+  routed-split-detached   the same, and the encoder gets no gradient from the loss's weights
+  own                     a router with a hidden layer, beside the experts' own, for the loss alone
+  own-detached            the same, and the encoder gets no gradient from it
 
-Each arm has the routers of two experts and their regularizer (Eq. 7), with the lambda behind the
-arm's name, so arms of one lambda differ in their weights alone. Each run is measured on held-out
-images with clean targets, and is a line of control.jsonl.
+All have two experts, and the entropy of the last router (Eq. 7) with the same lambda. Each run is
+measured on held-out images with clean targets, and is a line of control.jsonl.
 """
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 HERE = Path(__file__).resolve().parent
@@ -37,17 +44,20 @@ import finetune
 import knn
 import pretrain
 from encoders import build_frozen
-from losses import dispatch_entropy, patch_weights, token_loss, weighted_mean
-from model import normalize
+from losses import dispatch_entropy, patch_weights, patchify, token_loss, weighted_mean
+from model import Router, Routing, normalize
 from run import rounded
 from shapes import Shapes
 
-ARMS = ("unweighted-0.5", "oracle-0.5", "softmin-0.5", "routed-0.5", "unweighted-0.1", "routed-0.1")
+ARMS = ("unweighted", "oracle", "tenth", "softmin", "routed", "copied", "routed-hidden",
+        "routed-split", "routed-split-detached", "own", "own-detached")
+LAMBDA = 0.1
+IMAGES = 4096      # of the training set
 # sets: where targets are planted, the size of images and patches, and the teacher's epochs
-SETS = {"shapes-noise": ("noise", 48, 6, 4), "cifar10": ("random", 32, 4, 2),
-        "shapes-clean": ("none", 48, 6, 4)}
-SERIES = (("shapes-noise", 8), ("cifar10", 8), ("shapes-clean", 8), ("shapes-noise", 24),
-          ("cifar10", 24))
+SETS = {"shapes-noise": ("noise", 48, 6, 4), "cifar10-flat": ("flat", 32, 4, 2),
+        "cifar10-random": ("random", 32, 4, 2), "shapes-clean": ("none", 48, 6, 4),
+        "cifar10-clean": ("none", 32, 4, 2)}
+SERIES = [(name, 8) for name in SETS] + [(name, 24) for name in list(SETS)[:3]]
 RUN = ("--model vit_nano --batch-size 64 --warmup-epochs 1 --lr 2e-3 --drop-path 0 --amp off "
        "--no-compile --workers 0").split()
 
@@ -57,12 +67,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--sets", nargs="+", choices=SETS, default=list(SETS))
-    add("--arms", nargs="+", choices=ARMS, default=ARMS)
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    add("--epochs", nargs="+", type=int, default=[8, 24])
     add("--cifar", default="cifar10", metavar="FOLDER",
         help="CIFAR-10 in ImageNet's layout (default: torchvision's, in data/)")
-    add("--images", type=int, default=4096, help="of train/ (default: 4096)")
     add("--teachers", default="runs/control", metavar="FOLDER")
     add("--out", type=Path, default=HERE / "control.jsonl", metavar="FILE")
     add("--draw", action="store_true", help="print the table and draw assets/control.png instead")
@@ -116,12 +123,17 @@ class Planting:
             tokens = teacher(torch.stack(first).to(device) / 255)[:, 1:].flatten(0, 1)
         self.mean, self.std = tokens.mean(0), tokens.std(0)
 
-    def __call__(self, targets: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B, 1 + N, D], noise bool [B, N] -> (tokens with planted ones, planted [B, N])"""
+    def __call__(self, images: Tensor, targets: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """The teacher's tokens of images, [B, 1 + N, D], and noise bool [B, N] -> (tokens with
+        planted ones, planted [B, N]). 40 % of the patches are planted if they are flat or random.
+        """
         planted = noise if self.how == "noise" else torch.zeros_like(noise)
-        if self.how == "random":
-            ranks = torch.rand(noise.shape, **self.drawn).argsort(1).argsort(1)
-            planted = ranks < round(0.4 * noise.shape[1])
+        if self.how in ("flat", "random"):
+            order = torch.rand(noise.shape, **self.drawn)
+            if self.how == "flat":      # by the variance of a patch's pixels, mean over channels
+                patch_size = images.shape[-1] // math.isqrt(noise.shape[1])
+                order = patchify(images, patch_size).unflatten(-1, (3, -1)).var(-1).mean(-1)
+            planted = order.argsort(1).argsort(1) < round(0.4 * noise.shape[1])
         random = torch.randn(targets[:, 1:].shape, **self.drawn)
         patches = torch.where(planted[..., None], self.mean + self.std * random, targets[:, 1:])
         return torch.cat([targets[:, :1], patches], dim=1), planted
@@ -129,68 +141,123 @@ class Planting:
 
 # ---------------------------------------------------------------------------- one arm
 
-def softmin(patch_loss: Tensor) -> Tensor:
-    """exp(-loss / lambda), where lambda is the standard deviation of the image's losses [B, V].
-
-    They are what an ideal router would give: the p that minimizes sum(p loss) - lambda H(p).
+class HiddenRouter(nn.Module):
+    """A Router whose logits have a hidden layer. With `split`, combine weights come from a Router
+    of their own, so that a patch that counts little in the loss still takes what it needs.
     """
-    patch_loss = patch_loss.detach()
-    lambda_ = patch_loss.std(1, keepdim=True)
-    return ((patch_loss.amin(1, keepdim=True) - patch_loss) / lambda_).exp()
+
+    def __init__(self, dim: int, experts: int, split: bool = False):
+        super().__init__()
+        self.logits = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.GELU(),
+                                    nn.Linear(dim, experts))
+        self.other = Router(dim, experts) if split else None
+
+    def forward(self, x: Tensor) -> Routing:
+        logits = self.logits(x)
+        combine = self.other(x).combine if self.other else logits.softmax(2)
+        return Routing(logits.softmax(1), combine)
 
 
-def compute_loss(arm: str, pred, targets: Tensor, planted: Tensor) -> Tensor:
-    """Eq. 5 and 7 with the weights of an arm: targets [B, 1 + N, D], planted bool [B, N]"""
-    kind, lambda_ = arm.split("-")
-    seen = pred.ids_keep
-    patch_loss = token_loss(pred.tokens[:, 1:], targets[:, 1:].take_along_dim(seen[..., None], 1))
-    dispatch = pred.routing[max(pred.routing)].dispatch
-    weight = torch.ones_like(patch_loss)
-    if kind == "oracle":
-        weight = 1 - planted.take_along_dim(seen, 1).float()
-    elif kind == "softmin":
-        weight = softmin(patch_loss)
-    elif kind == "routed":
-        weight = patch_weights(dispatch, expert=0)
+class Student(nn.Module):
+    """The student of pretrain.py with the routers of an arm, and what weights its loss.
+
+    `others` are the students of the arms before it.
+    """
+
+    def __init__(self, arm: str, args, teacher_dim: int, others: dict[str, nn.Module]):
+        super().__init__()
+        common.seed_torch("weights", args.seed)
+        self.arm, self.others = arm, [others]      # in a list, because they are no part of it
+        self.model = pretrain.build_student(args, teacher_dim)
+        self.encoder = self.model.encoder
+        self.moe = [self.encoder.blocks[block].mlp for block in self.encoder.moe_blocks]
+        if arm.startswith("routed-"):
+            for moe in self.moe:
+                moe.router = HiddenRouter(self.encoder.dim, args.experts, split="split" in arm)
+        self.own = HiddenRouter(self.encoder.dim, 1) if arm.startswith("own") else None
+        self.moe[-1].register_forward_pre_hook(self.remember)
+
+    def remember(self, moe, inputs: tuple[Tensor]):
+        self.entering, = inputs      # tokens [B, T, D]
+
+    def forward(self, images: Tensor, mask: Tensor, targets: Tensor, planted: Tensor):
+        """Mask and planted bool [B, N], targets [B, 1 + N, D] -> of the visible patches, their
+        token losses, their weights and whether they are planted, [B, V] each; and the entropy of
+        the router that gives the weights, or of the last one.
+        """
+        pred = self.model(normalize(images), mask)
+        seen_targets = targets[:, 1:].take_along_dim(pred.ids_keep[..., None], 1)
+        seen_planted = planted.take_along_dim(pred.ids_keep, 1)
+        patch_loss = token_loss(pred.tokens[:, 1:], seen_targets)
+        routing = pred.routing[max(pred.routing)]
+        if self.arm == "unweighted":
+            weight = torch.ones_like(patch_loss)
+        elif self.arm == "oracle":
+            weight = 1 - seen_planted.to(patch_loss)
+        elif self.arm == "tenth":
+            weight = 1 - 0.9 * seen_planted.to(patch_loss)
+        elif self.arm == "softmin":      # the p that minimizes sum(p loss) - lambda H(p)
+            weight = (-patch_loss.detach() / LAMBDA).softmax(1)
+        elif self.arm == "copied":
+            with torch.no_grad():
+                _, weight, _, _ = self.others[0]["routed"](images, mask, targets, planted)
+        else:
+            tokens = self.entering.detach() if "detached" in self.arm else self.entering
+            routing = (self.own or self.moe[-1].router)(tokens)
+            weight = patch_weights(routing.dispatch, expert=0)
+        return patch_loss, weight, seen_planted, dispatch_entropy(routing.dispatch).sum()
+
+
+def compute_loss(patch_loss: Tensor, weight: Tensor, entropy: Tensor) -> Tensor:
+    """Eq. 5 and 7"""
     some = weight.sum(1) > 0      # of an image whose seen patches are all planted, nothing is left
-    loss = weighted_mean(patch_loss[some], weight[some])
-    return loss - (float(lambda_) * dispatch_entropy(dispatch)).sum()
+    return weighted_mean(patch_loss[some], weight[some]) - LAMBDA * entropy
 
 
-def train(arm: str, args, process, teacher, views: Views, planting: Planting):
-    """pretrain.main without its log and checkpoints -> the student"""
-    common.seed_torch("weights", args.seed)
-    student = pretrain.build_student(args, teacher.dim).to(process.device).train()
-    optimizer = common.adamw(student, args.lr, args.weight_decay, betas=(0.9, 0.95))
+def train(arms: list[str], args, process, teacher, views: Views, planting: Planting):
+    """pretrain.main without its log and checkpoints -> {arm: its student}, all of which are
+    trained at once, on the same batches
+    """
+    students = {}
+    for arm in arms:
+        students[arm] = Student(arm, args, teacher.dim, students).to(process.device).train()
+    optimizers = [common.adamw(student, args.lr, args.weight_decay, betas=(0.9, 0.95))
+                  for student in students.values()]
     epoch_steps = len(views) // args.batch_size
     steps = args.epochs * epoch_steps
     order = data.train_order(len(views), args.batch_size, args.batch_size, args.seed, 0, steps)
     for step, batch in enumerate(data.load(views, order, process, workers=0)):
-        common.set_rate(optimizer, common.learning_rate(
-            step, steps, args.warmup_epochs * epoch_steps, args.lr, args.min_lr))
+        lr = common.learning_rate(step, steps, args.warmup_epochs * epoch_steps, args.lr,
+                                  args.min_lr)
         images = data.augment(batch)
         with torch.no_grad():
-            targets, planted = planting(teacher(images), batch["noise"])
-        pred = student(normalize(images), batch["mask"])
-        process.scaler.scale(compute_loss(arm, pred, targets, planted)).backward()
-        common.optimizer_step(optimizer, process.scaler, args.clip_grad)
-    return student.eval()
+            targets, planted = planting(images, teacher(images), batch["noise"])
+        for student, optimizer in zip(students.values(), optimizers):
+            patch_loss, weight, _, entropy = student(images, batch["mask"], targets, planted)
+            process.scaler.scale(compute_loss(patch_loss, weight, entropy)).backward()
+            common.set_rate(optimizer, lr)
+            common.optimizer_step(optimizer, process.scaler, args.clip_grad)
+    return students
 
 
 @torch.no_grad()
-def measure(student, process, teacher, views: Views, train_set: Cached) -> dict:
-    """The token loss with clean targets of the patches that are no noise, on masked views, and the
-    k-NN accuracy in percent of the mean patch token of whole images."""
+def measure(student: Student, process, teacher, views: Views, train_set: Cached,
+            planting: Planting) -> dict:
+    """On masked views: the token loss, with clean targets, of the patches that are not planted, and
+    the mean weight of planted patches over that of the others. On whole images: the accuracy in
+    percent of k-NN on the mean patch token.
+    """
     order = [[(0, i) for i in part.tolist()] for part in torch.arange(len(views)).split(64)]
-    total = count = 0
+    losses, weights, where = [], [], []
     for batch in data.load(views, order, process, workers=0):
         images = data.augment(batch)
-        pred = student(normalize(images), batch["mask"])
-        seen = pred.ids_keep
-        target = teacher(images)[:, 1:].take_along_dim(seen[..., None], 1)
-        clean = ~batch["noise"].take_along_dim(seen, 1)
-        total += token_loss(pred.tokens[:, 1:], target)[clean].sum().item()
-        count += clean.sum().item()
+        clean = teacher(images)
+        targets, planted = planting(images, clean, batch["noise"])
+        losses.append(student(images, batch["mask"], clean, planted)[0])
+        _, weight, planted, _ = student(images, batch["mask"], targets, planted)
+        weights.append(weight / weight.sum(1, keepdim=True).clamp_min(1e-30))
+        where.append(planted)
+    loss, weight, planted = (torch.cat(parts) for parts in (losses, weights, where))
 
     def features(dataset: Cached) -> Tensor:
         whole = data.CenterViews(dataset, views.image_size)
@@ -203,7 +270,9 @@ def measure(student, process, teacher, views: Views, train_set: Cached) -> dict:
                      for dataset in (train_set, views.dataset))
     predicted = knn.classify(features(views.dataset), features(train_set), labels,
                              len(train_set.classes), k=20, temperature=0.07)
-    return {"loss": total / count, "knn": 100 * (predicted == truth).float().mean().item()}
+    return {"loss": loss[~planted].mean().item(),
+            "planted_weight": (weight[planted].mean() / weight[~planted].mean()).item(),
+            "knn": 100 * (predicted == truth).float().mean().item()}
 
 
 # ---------------------------------------------------------------------------- all rows
@@ -213,98 +282,105 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def run_series(options, name: str, epochs: int, seed: int):
-    """Trains the arms of one set, length and seed that have no row yet."""
+    """Trains the arms of one set, length and seed, if they have no rows yet."""
     key = {"set": name, "epochs": epochs, "seed": seed}
-    done = [row["arm"] for row in read_rows(options.out) if key.items() <= row.items()]
-    how, size, patch, teacher_epochs = SETS[name]
-    arms = [arm for arm in options.arms if how != "none" or "oracle" not in arm]
-    missing = [arm for arm in arms if arm not in done]
-    if not missing:
+    if any(key.items() <= row.items() for row in read_rows(options.out)):
         return
-    source = options.cifar if name == "cifar10" else name.replace("-clean", "")
+    how, size, patch, teacher_epochs = SETS[name]
+    arms = [arm for arm in ARMS if how != "none" or arm not in ("oracle", "tenth")]
+    source = options.cifar if "cifar10" in name else name.removesuffix("-clean")
     sizes = ["--data", source, "--image-size", str(size), "--patch-size", str(patch)]
-    folder = f"{options.teachers}-{name}-{seed}"
+    folder = f"{options.teachers}-{Path(source).name}-{seed}"
     scores = finetune.main(finetune.parse_args([
         *RUN, *sizes, "--epochs", str(teacher_epochs), "--seed", str(seed), "--augment", "plain",
         "--layer-decay", "1", "--out", folder]))
-    if scores["top1"] < 30:
-        print(f"{name}, seed {seed}: left out, its teacher has {scores['top1']:.1f} %")
-        return
     args = pretrain.parse_args([*RUN, *sizes, "--epochs", str(epochs), "--seed", str(seed),
                                 "--objective", "token"])
     process = common.Process(args)
     teacher = build_frozen(f"{folder}/last.pt").to(process.device)
-    train_set = Cached(source, "train", size, options.images)
+    train_set = Cached(source, "train", size, IMAGES)
     val_set = Cached(source, "val", size, 1024)
     views, val_views = (Views(each, size, view_seed, size // patch, args.mask_ratio)
                         for each, view_seed in ((train_set, seed), (val_set, 0)))
-    for arm in missing:
-        planting = Planting(how, teacher, views, seed, process.device)
-        student = train(arm, args, process, teacher, views, planting)
-        row = key | {"arm": arm, "teacher_top1": scores["top1"]}
-        row |= measure(student, process, teacher, val_views, train_set)
-        with open(options.out, "a") as file:
-            file.write(json.dumps(rounded(row)) + "\n")
-        print("{set}, {epochs} epochs, seed {seed}, {arm}: loss {loss:.4f}, k-NN {knn:.2f} %"
-              .format(**row), flush=True)
+    planting = Planting(how, teacher, views, seed, process.device)
+    students = train(arms, args, process, teacher, views, planting)
+    rows = []
+    for arm, student in students.items():
+        planting = Planting(how, teacher, views, seed, process.device)      # the same for each
+        measured = measure(student.eval(), process, teacher, val_views, train_set, planting)
+        rows.append(key | {"arm": arm, "teacher_top1": scores["top1"]} | measured)
+        print("{set}, {epochs} epochs, seed {seed}, {arm}: loss {loss:.4f}, planted / clean weight "
+              "{planted_weight:.3f}, k-NN {knn:.2f} %".format(**rows[-1]), flush=True)
+    with open(options.out, "a") as file:
+        file.writelines(json.dumps(rounded(row)) + "\n" for row in rows)
 
 
 # ------------------------------------------------------------------- table and picture
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """The mean, and half of its 95 % interval by Student's t, of 2 to 5 seeds."""
-    t = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}[len(values)]
-    return np.mean(values).item(), t * np.std(values, ddof=1).item() / len(values) ** 0.5
+    """The mean of three seeds, and half of its 95 % interval by Student's t."""
+    return np.mean(values).item(), 4.303 * np.std(values, ddof=1).item() / len(values) ** 0.5
 
 
-def compare(rows: list[dict], name: str, epochs: int, arm: str) -> dict[str, tuple[float, float]]:
-    """An arm against the unweighted one of the same lambda, seed by seed -> {measure: interval}:
-    the change of the loss in percent, that of k-NN in points, and the share of the oracle's gain.
+def compare(rows: list[dict], planted: bool, arm: str) -> dict[str, tuple[float, float]]:
+    """An arm against the unweighted one, seed by seed, in the rows of one set and length ->
+    {measure: interval}: the change of the loss in percent, that of k-NN in points and, where
+    targets are planted, the weight of planted patches over that of the others, and the share of
+    the oracle's gain.
     """
-    runs = {(row["arm"], row["seed"]): row for row in rows
-            if row["set"] == name and row["epochs"] == epochs}
+    runs = {(row["arm"], row["seed"]): row for row in rows}
     seeds = sorted(seed for kind, seed in runs if kind == arm)
-    floor = [runs["unweighted-" + arm.split("-")[1], seed] for seed in seeds]
-    run = [runs[arm, seed] for seed in seeds]
+    run, floor, best = ([runs.get((kind, seed)) for seed in seeds]
+                        for kind in (arm, "unweighted", "oracle"))
     found = {"loss": [100 * (a["loss"] / b["loss"] - 1) for a, b in zip(run, floor)],
              "knn": [a["knn"] - b["knn"] for a, b in zip(run, floor)]}
-    if SETS[name][0] != "none":
-        oracle = [runs["oracle-0.5", seed] for seed in seeds]
-        found["recovered"] = [(b["loss"] - a["loss"]) / (b["loss"] - o["loss"])
-                              for a, b, o in zip(run, floor, oracle)]
+    if planted:
+        found["weight"] = [row["planted_weight"] for row in run]
+        found["share"] = [(b["loss"] - a["loss"]) / (b["loss"] - o["loss"])
+                          for a, b, o in zip(run, floor, best)]
     return {measure: interval(values) for measure, values in found.items()}
 
 
-def cell(mean: float, half: float, digits: int) -> str:
+def cell(found: dict, measure: str, digits: int) -> str:
+    mean, half = found[measure]
     text = f"{mean:+.{digits}f} ± {half:.{digits}f}"
     return f"**{text}**" if abs(mean) > half else text
 
 
 def draw(rows: list[dict], path: Path):
-    """Prints the table, and draws the share of the oracle's gain that each arm recovers."""
+    """Prints tables, and draws the share of the oracle's gain that each arm recovers."""
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(7, 3), layout="constrained")
+    planted = [group for group in SERIES if SETS[group[0]][0] != "none"]
+    found = {}
+    for group in SERIES:
+        done = [row for row in rows if (row["set"], row["epochs"]) == group]
+        if len({row["seed"] for row in done}) == 3:
+            found[group] = {arm: compare(done, group in planted, arm) for arm in ARMS[1:]
+                            if any(row["arm"] == arm for row in done)}
+    planted = [group for group in planted if group in found]
+
+    def table(title: str, groups: list[tuple[str, int]], text):
+        print(f"{title}:\n\n| arm | {' | '.join(f'{name}, {epochs}' for name, epochs in groups)} |"
+              f"\n| --- |{' --- |' * len(groups)}")
+        for arm in ARMS[1:]:
+            cells = [text(found[group][arm]) if arm in found[group] else "" for group in groups]
+            print(f"| {arm} | {' | '.join(cells)} |")
+        print()
+
+    table("Share of the oracle's gain, and weight of planted patches over clean ones", planted,
+          lambda each: f"{cell(each, 'share', 2)}, {each['weight'][0]:.2f}")
+    table("Loss, %", list(found), lambda each: cell(each, "loss", 1))
+    table("k-NN, points", list(found), lambda each: cell(each, "knn", 1))
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
     axis = figure.add_subplot(ylabel="share of the oracle's gain")
-    arms = "softmin-0.5", "routed-0.5", "routed-0.1"
-    groups = []
-    print("| set | epochs | arm | loss, % | k-NN, points | share of the oracle's gain |\n"
-          "| --- | --- | --- | --- | --- | --- |")
-    for name, epochs in SERIES:
-        if SETS[name][0] != "none":
-            groups.append(f"{name}\n{epochs} epochs")
-        for arm in arms if SETS[name][0] == "none" else ("oracle-0.5", *arms):
-            found = compare(rows, name, epochs, arm)
-            share = ""
-            if "recovered" in found and arm in arms:
-                share = cell(*found["recovered"], 2)
-                x = len(groups) - 1 + 0.25 * (arms.index(arm) - 1)
-                mean, half = found["recovered"]
-                axis.bar(x, mean, 0.22, yerr=half, capsize=3, color=f"C{arms.index(arm)}",
-                         label=arm if len(groups) == 1 else None)
-            print(f"| {name} | {epochs} | {arm} | {cell(*found['loss'], 1)} "
-                  f"| {cell(*found['knn'], 1)} | {share} |")
+    for i, arm in enumerate(ARMS[2:]):
+        there = [at for at, group in enumerate(planted) if arm in found[group]]
+        mean, half = zip(*(found[planted[at]][arm]["share"] for at in there))
+        axis.bar([at + 0.09 * (i - 4) for at in there], mean, 0.08, yerr=half, capsize=2,
+                 color=f"C{i}", label=arm)
     axis.axhline(0, color="black", linewidth=0.8)
-    axis.set_xticks(range(len(groups)), groups)
+    axis.set_xticks(range(len(planted)), [f"{name}\n{epochs} epochs" for name, epochs in planted])
     figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(path, dpi=100)
 
@@ -314,9 +390,9 @@ def main(options: argparse.Namespace):
         draw(read_rows(options.out), HERE.parent / "assets" / "control.png")
         return
     torch.set_num_threads(1)
-    for seed in options.seeds:
-        for name, epochs in SERIES:
-            if name in options.sets and epochs in options.epochs:
+    for name, epochs in SERIES:
+        for seed in options.seeds:
+            if name in options.sets:
                 run_series(options, name, epochs, seed)
 
 
