@@ -3290,11 +3290,12 @@ def toy_control(monkeypatch, tmp_path):
         return dataset
     monkeypatch.setattr(data, "open_images", few)
 
-    def pretend(args):
-        Path(args.out).mkdir(exist_ok=True)
+    def pretend(command, check, env):
+        args = finetune.parse_args([str(word) for word in command[2:]])
+        Path(args.out).mkdir()
         write_checkpoint(f"{args.out}/last.pt", image_size=24, patch_size=4)
-        return {"top1": 50.0}
-    monkeypatch.setattr(control.finetune, "main", pretend)
+        Path(args.out, "log.jsonl").write_text('{"step": 1, "top1": 50.0}\n')
+    monkeypatch.setattr(control, "subprocess", Mock(run=pretend))
     return ["--seeds", "3", "--teachers", f"{tmp_path}/teacher", "--out", f"{tmp_path}/rows.jsonl"]
 
 
@@ -3505,7 +3506,7 @@ def test_the_controls_table_compares_arms_seed_by_seed(tmp_path, monkeypatch, ca
             for arm, values in losses.items() for seed in (2, 0, 1)]
     rows = [row for row in rows if row["arm"] != "oracle" or row["set"] == "cifar10-flat"]
     flat = [row for row in rows if row["set"] == "cifar10-flat"]
-    found = control.compare(flat, True, "softmin")
+    found = control.compare(flat, "softmin")
     assert found["share"] == pytest.approx((0.5, 0))
     change = np.array([-25, -100 / 3, -37.5])
     assert found["loss"] == pytest.approx((change.mean(), 4.303 * change.std(ddof=1) / 3 ** 0.5))

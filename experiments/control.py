@@ -1,7 +1,7 @@
 """Does weighting the patches help? A control in which the right weights are known.
 
     python experiments/control.py --cifar /path/to/cifar10      # everything; starts where it was
-    python experiments/control.py --draw                        # the table, and assets/control.png
+    python experiments/control.py --draw                        # the tables, and assets/control.png
 
 A small student is pretrained with the token loss alone, through the functions of this repository.
 On planted patches, the teacher's tokens are replaced by random ones of the same mean and standard
@@ -27,6 +27,8 @@ measured on held-out images with clean targets, and is a line of control.jsonl.
 import argparse
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -40,7 +42,6 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import common
 import data
-import finetune
 import knn
 import pretrain
 from encoders import build_frozen
@@ -72,7 +73,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="CIFAR-10 in ImageNet's layout (default: torchvision's, in data/)")
     add("--teachers", default="runs/control", metavar="FOLDER")
     add("--out", type=Path, default=HERE / "control.jsonl", metavar="FILE")
-    add("--draw", action="store_true", help="print the table and draw assets/control.png instead")
+    add("--draw", action="store_true", help="print the tables and draw assets/control.png instead")
     return parser.parse_args(argv)
 
 
@@ -291,9 +292,12 @@ def run_series(options, name: str, epochs: int, seed: int):
     source = options.cifar if "cifar10" in name else name.removesuffix("-clean")
     sizes = ["--data", source, "--image-size", str(size), "--patch-size", str(patch)]
     folder = f"{options.teachers}-{Path(source).name}-{seed}"
-    scores = finetune.main(finetune.parse_args([
-        *RUN, *sizes, "--epochs", str(teacher_epochs), "--seed", str(seed), "--augment", "plain",
-        "--layer-decay", "1", "--out", folder]))
+    # a process of its own, which ends with its lock on the folder and its handlers of signals
+    subprocess.run([sys.executable, HERE.parent / "finetune.py", *RUN, *sizes, "--epochs",
+                    str(teacher_epochs), "--seed", str(seed), "--augment", "plain",
+                    "--layer-decay", "1", "--out", folder], check=True,
+                   env=os.environ | {"OMP_NUM_THREADS": "1"})
+    top1 = read_rows(Path(folder, "log.jsonl"))[-1]["top1"]
     args = pretrain.parse_args([*RUN, *sizes, "--epochs", str(epochs), "--seed", str(seed),
                                 "--objective", "token"])
     process = common.Process(args)
@@ -308,7 +312,7 @@ def run_series(options, name: str, epochs: int, seed: int):
     for arm, student in students.items():
         planting = Planting(how, teacher, views, seed, process.device)      # the same for each
         measured = measure(student.eval(), process, teacher, val_views, train_set, planting)
-        rows.append(key | {"arm": arm, "teacher_top1": scores["top1"]} | measured)
+        rows.append(key | {"arm": arm, "teacher_top1": top1} | measured)
         print("{set}, {epochs} epochs, seed {seed}, {arm}: loss {loss:.4f}, planted / clean weight "
               "{planted_weight:.3f}, k-NN {knn:.2f} %".format(**rows[-1]), flush=True)
     with open(options.out, "a") as file:
@@ -322,11 +326,11 @@ def interval(values: list[float]) -> tuple[float, float]:
     return np.mean(values).item(), 4.303 * np.std(values, ddof=1).item() / len(values) ** 0.5
 
 
-def compare(rows: list[dict], planted: bool, arm: str) -> dict[str, tuple[float, float]]:
+def compare(rows: list[dict], arm: str) -> dict[str, tuple[float, float]]:
     """An arm against the unweighted one, seed by seed, in the rows of one set and length ->
     {measure: interval}: the change of the loss in percent, that of k-NN in points and, where
-    targets are planted, the weight of planted patches over that of the others, and the share of
-    the oracle's gain.
+    there is an oracle, the weight of planted patches over that of the others, and the share of the
+    oracle's gain.
     """
     runs = {(row["arm"], row["seed"]): row for row in rows}
     seeds = sorted(seed for kind, seed in runs if kind == arm)
@@ -334,7 +338,7 @@ def compare(rows: list[dict], planted: bool, arm: str) -> dict[str, tuple[float,
                         for kind in (arm, "unweighted", "oracle"))
     found = {"loss": [100 * (a["loss"] / b["loss"] - 1) for a, b in zip(run, floor)],
              "knn": [a["knn"] - b["knn"] for a, b in zip(run, floor)]}
-    if planted:
+    if None not in best:
         found["weight"] = [row["planted_weight"] for row in run]
         found["share"] = [(b["loss"] - a["loss"]) / (b["loss"] - o["loss"])
                           for a, b, o in zip(run, floor, best)]
@@ -350,14 +354,13 @@ def cell(found: dict, measure: str, digits: int) -> str:
 def draw(rows: list[dict], path: Path):
     """Prints tables, and draws the share of the oracle's gain that each arm recovers."""
     from matplotlib.figure import Figure
-    planted = [group for group in SERIES if SETS[group[0]][0] != "none"]
     found = {}
     for group in SERIES:
         done = [row for row in rows if (row["set"], row["epochs"]) == group]
         if len({row["seed"] for row in done}) == 3:
-            found[group] = {arm: compare(done, group in planted, arm) for arm in ARMS[1:]
+            found[group] = {arm: compare(done, arm) for arm in ARMS[1:]
                             if any(row["arm"] == arm for row in done)}
-    planted = [group for group in planted if group in found]
+    planted = [group for group, arms in found.items() if "oracle" in arms]
 
     def table(title: str, groups: list[tuple[str, int]], text):
         print(f"{title}:\n\n| arm | {' | '.join(f'{name}, {epochs}' for name, epochs in groups)} |"
