@@ -34,6 +34,7 @@ from unittest.mock import MagicMock, Mock, call
 
 os.environ["HF_HUB_OFFLINE"] = "1"        # a test that would download fails at once
 os.environ["OMP_NUM_THREADS"] = "1"       # in processes that tests start, too
+os.environ["CUDA_VISIBLE_DEVICES"] = ""   # what is compared with plain loops runs on the CPU, too
 
 import numpy as np
 import pytest
@@ -1489,7 +1490,6 @@ def test_a_users_error_is_one_line_and_exit_code_2_and_others_are_raised(monkeyp
         common.launch(Mock(side_effect=ZeroDivisionError), None)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA")
 @pytest.mark.parametrize("flag, precision", (
     ("fp16", None), ("off", None), ("bf16", torch.bfloat16)))
 def test_without_cuda_fp16_becomes_float32(flag, precision):
@@ -1703,25 +1703,6 @@ def test_a_step_stays_on_its_device_and_the_host_waits_for_nothing(stage, monkey
     steps = spy(monkeypatch, common, "optimizer_step")
     SCRIPTS[name].main(SCRIPTS[name].parse_args(stage(name, flags)))
     assert len(steps) == 2
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")
-@pytest.mark.parametrize("flags", ("", "--balance gradnorm", "--balance rlw --recompute"))
-def test_no_step_synchronizes_a_gpu(stage, monkeypatch, flags):
-    """Of eight steps, the fifth and the last write a line of the log."""
-    def end_step(self, step, *args, end=run.Run.end_step):
-        if step == 7:
-            torch.cuda.set_sync_debug_mode("default")
-        stops = end(self, step, *args)
-        if step == 4:
-            torch.cuda.set_sync_debug_mode("error")
-        return stops
-    monkeypatch.setattr(run.Run, "end_step", end_step)
-    monkeypatch.setattr(run, "LOG_EVERY", 5)
-    try:
-        train(stage("pretrain", f"--amp fp16 {flags}"))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # ------------------------------------------------------- pretraining equals a plain loop
@@ -2188,6 +2169,17 @@ run.LOG_EVERY = {log_every}
 common.launch(stage.main, stage.parse_args())
 """, "utf-8")
     return path
+
+
+@pytest.mark.skipif(not shutil.which("nvidia-smi"), reason="no GPU")
+@pytest.mark.parametrize("flags", ("", "--balance gradnorm", "--balance rlw --recompute"))
+def test_no_step_synchronizes_a_gpu(stage, tmp_path, flags):
+    """Steps 3, 6 and 7 save nothing and write no line of the log."""
+    fault = "torch.cuda.set_sync_debug_mode('error' if step in (3, 6, 7) else 'default')"
+    argv = stage("pretrain", f"--amp fp16 {flags}")
+    script = driver(tmp_path, fault, log_every=5)
+    code, _, error = finish(start(script, *argv, CUDA_VISIBLE_DEVICES="0"))
+    assert code == 0, error
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
