@@ -3271,7 +3271,7 @@ def test_plot_says_in_one_line_what_it_misses(write_run, tmp_path, capsys, monke
 def toy_control(monkeypatch, tmp_path):
     """The control at toy size, with a teacher that is not trained -> its flags"""
     monkeypatch.setattr(control, "SETS", {"shapes-noise": ("noise", 24, 4, 1)})
-    monkeypatch.setattr(control, "SERIES", (("shapes-noise", 1),))
+    monkeypatch.setattr(control, "SERIES", {("shapes-noise", 1): control.ARMS})
     monkeypatch.setattr(control, "IMAGES", 36)
     monkeypatch.setattr(control, "RUN", [*control.RUN, "--batch-size", "16",
                                          "--warmup-epochs", "0"])

@@ -58,7 +58,11 @@ IMAGES = 4096      # of the training set
 SETS = {"shapes-noise": ("noise", 48, 6, 4), "cifar10-flat": ("flat", 32, 4, 2),
         "cifar10-random": ("random", 32, 4, 2), "shapes-clean": ("none", 48, 6, 4),
         "cifar10-clean": ("none", 32, 4, 2)}
-SERIES = [(name, 8) for name in SETS] + [(name, 24) for name in list(SETS)[:3]]
+LONG = ("unweighted", "oracle", "routed", "own", "own-detached")
+# set and epochs: arms
+SERIES = {("shapes-noise", 8): ARMS, ("shapes-noise", 24): ARMS, ("shapes-noise", 72): LONG,
+          ("cifar10-flat", 8): ARMS, ("cifar10-flat", 24): ARMS, ("cifar10-flat", 72): LONG,
+          ("cifar10-random", 8): ARMS, ("shapes-clean", 8): ARMS, ("cifar10-clean", 8): ARMS}
 RUN = ("--model vit_nano --batch-size 64 --warmup-epochs 1 --lr 2e-3 --drop-path 0 --amp off "
        "--no-compile --workers 0").split()
 
@@ -288,7 +292,7 @@ def run_series(options, name: str, epochs: int, seed: int):
     if any(key.items() <= row.items() for row in read_rows(options.out)):
         return
     how, size, patch, teacher_epochs = SETS[name]
-    arms = [arm for arm in ARMS if how != "none" or arm not in ("oracle", "tenth")]
+    arms = [arm for arm in SERIES[name, epochs] if how != "none" or arm not in ("oracle", "tenth")]
     source = options.cifar if "cifar10" in name else name.removesuffix("-clean")
     sizes = ["--data", source, "--image-size", str(size), "--patch-size", str(patch)]
     folder = f"{options.teachers}-{Path(source).name}-{seed}"
