@@ -178,18 +178,18 @@ class CheckpointEncoder(FrozenEncoder):
 
 
 class PatchEmbed(nn.Module):
-    """A convolution without overlap, as the linear layer that it is: on an H200, all of pretraining
-    becomes 3 % faster.
+    """CLIP's convolution, which has no overlap and no bias, as the linear layer that it is: on an
+    H200, all of pretraining becomes 3 % faster.
     """
 
     def __init__(self, conv: nn.Conv2d):
         super().__init__()
-        self.weight, self.bias, self.patch_size = conv.weight, conv.bias, conv.stride[0]
+        self.weight, self.patch_size = conv.weight, conv.stride[0]
 
     def forward(self, images: Tensor) -> Tensor:
         """images [B, 3, S, S] -> [B, D, grid, grid]"""
         patches = F.pixel_unshuffle(images, self.patch_size).permute(0, 2, 3, 1)
-        return F.linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+        return F.linear(patches, self.weight.flatten(1)).permute(0, 3, 1, 2)
 
 
 class ClipEncoder(FrozenEncoder):
