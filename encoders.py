@@ -184,7 +184,8 @@ class PatchEmbed(nn.Module):
 
     def __init__(self, conv: nn.Conv2d):
         super().__init__()
-        self.weight, self.patch_size = conv.weight, conv.stride[0]
+        self.weight = conv.weight
+        self.patch_size = conv.stride[0]
 
     def forward(self, images: Tensor) -> Tensor:
         """images [B, 3, S, S] -> [B, D, grid, grid]"""
@@ -224,9 +225,10 @@ class ClipEncoder(FrozenEncoder):
             position = resize_pos_embed(visual.positional_embedding[None], grid)[0]
             visual.positional_embedding = nn.Parameter(position.detach())
         size = grid * patch_size if grid else visual.image_size[0]
-        width, normalization = visual.conv1.out_channels, visual.preprocess_cfg
+        normalization = visual.preprocess_cfg
+        super().__init__(size, visual.conv1.out_channels, normalization["mean"],
+                         normalization["std"])
         visual.conv1 = PatchEmbed(visual.conv1)
-        super().__init__(size, width, normalization["mean"], normalization["std"])
         self.visual = visual
 
     def tokens(self, images: Tensor) -> Tensor:
