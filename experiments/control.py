@@ -387,7 +387,8 @@ def draw(rows: list[dict], path: Path):
         axis.bar([at + 0.09 * (i - 4) for at in there], mean, 0.08, yerr=half, capsize=2,
                  color=f"C{i}", label=arm)
     axis.axhline(0, color="black", linewidth=0.8)
-    axis.set_xticks(range(len(planted)), [f"{name}\n{epochs} epochs" for name, epochs in planted])
+    axis.set_xticks(range(len(planted)), [f"{name}\n{epochs} epochs" for name, epochs in planted],
+                    fontsize="small")
     figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(path, dpi=100)
 
