@@ -1,30 +1,95 @@
 """Encoders that exist already: to go on training, and frozen, as teachers and to be measured.
 
-`load_encoder` reads a file: a checkpoint of ours or of the authors' release, or a plain ViT, which
-is a state dict whose tensors have timm's names, as the files of timm, MAE, DeiT and DINO have. The
-encoder takes images in ImageNet's mean and standard deviation, so it must have been trained with
-these. `build_frozen` also takes models of open_clip and timm by name, with their own mean and std.
+`load_encoder` reads a file: a checkpoint of ours or of the authors' release, or a plain ViT, whose
+tensors have timm's names, as the files of timm, MAE, DeiT and DINO have. What stands before these
+names does not matter, nor what else the file holds. The encoder takes images in ImageNet's mean
+and standard deviation, so it must have been trained with these. `build_frozen` also takes models
+of open_clip and timm by name, with their own mean and std.
 """
 
 import argparse
 import math
 import os
+import pathlib
+import pickle
 import re
 import textwrap
+import warnings
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import UserError
+from common import UserError, note
 from model import IMAGENET_MEAN, IMAGENET_STD, ViT, normalize
 
 # -------------------------------------------------------------------------- from a file
 
+# The encoder of another repository's file is where this tensor is, and what stands before its name
+# is the prefix of all: `module.` after DDP, `_orig_mod.` after torch.compile, `backbone.`, ...
+PATCH_EMBED = "patch_embed.proj.weight"
+# Where trainers keep state dicts. If a file has several, the first of these is what its own library
+# would load: DINO and iBOT, I-JEPA, timm and DeiT train one model and use another, its average.
+STATE_DICTS = ("teacher", "target_encoder", "state_dict_ema", "model_ema", "model", "state_dict",
+               "encoder", "student")
 # Beginnings of the names of tensors that other repositories save beside the encoder's.
 NOT_ENCODER = re.compile(
     r"\w*head|decoder|mask_token|fc_norm|pre_logits|predictor|projector")
+
+
+def harmless() -> list:
+    """What files hold beside tensors, for `torch.serialization.safe_globals`: NumPy's numbers and
+    arrays of them, an argparse.Namespace, and paths. None of it runs code.
+    """
+    # NumPy 1 and 2 have other names for the two functions that rebuild numbers and arrays, and
+    # Python 3.13 for its module of paths. A WindowsPath cannot be made elsewhere.
+    make_number, make_array = (x.__reduce__()[0] for x in (np.float64(0), np.empty(0)))
+    functions = [(function, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")
+                 for function, name in ((make_number, "scalar"), (make_array, "_reconstruct"))]
+    paths = [(pathlib.PurePath, f"pathlib{local}.{name}") for local in ("", "._local")
+             for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")]
+    numbers = {type(np.dtype(code)) for code in "?" + np.typecodes["AllInteger"]
+               + np.typecodes["AllFloat"]}
+    return [argparse.Namespace, np.ndarray, np.dtype, *numbers, *functions, *paths]
+
+
+def read_file(path: str | Path) -> dict:
+    """The content of a file of PyTorch or safetensors. Raises UserError. No code in it runs."""
+    try:
+        if Path(path).suffix == ".safetensors":
+            from safetensors.torch import load_file  # timm and open_clip need it, too
+            return load_file(path)
+        if is_torchscript(path):
+            raise ValueError("a TorchScript archive; if it is OpenAI's CLIP, name its model, as in "
+                             f"ViT-B-16-quickgelu/{path}")
+        with torch.serialization.safe_globals(harmless()):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or one_line(error)}") from error
+    except Exception as error:      # another format, a file cut short, code: each has its own
+        raise UserError(f"{path}: cannot be read: {wrong_start(path) or one_line(error)}"
+                        ) from error
+
+
+def wrong_start(path: str | Path) -> str | None:
+    """How a file begins, if no file of PyTorch or safetensors does: as a web page, or as what Git
+    LFS leaves in a file's place.
+    """
+    with open(path, "rb") as file:
+        start = file.read(40)
+    known = start[:2] in (b"PK", b"\x80\x02") or start[8:9] == b"{"
+    return None if known else f"it begins with {start!r}"
+
+
+def is_torchscript(path: str | Path) -> bool:
+    """Whether a file is what torch.jit.save writes."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
 
 
 def load_checkpoint(path: str | Path) -> dict:
@@ -32,20 +97,12 @@ def load_checkpoint(path: str | Path) -> dict:
 
     The result has "model", a state dict in which the names of the encoder's tensors begin with
     "encoder."; "encoder", the arguments of `ViT`; "args", the flags of the run; "path"; and
-    whatever else a file of ours holds. Other files are converted to this form. No code in a file
-    ever runs.
+    whatever else a file of ours holds. Other files are converted to this form.
     """
-    try:
-        # MAE and DeiT save their flags, an argparse.Namespace, beside the weights
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            file = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
-    except Exception as error:      # another format, a file cut short, code: each has its own
-        raise UserError(f"{path}: not a PyTorch file of plain tensors, or damaged") from error
+    file = read_file(path)
     try:
         if not {"model", "encoder", "args"} <= file.keys():
-            file = convert(file)
+            file = convert(find_encoder(file, path))
         if not isinstance(file["encoder"], dict):
             raise ValueError("a probe's head, without its encoder")
     except Exception as error:      # whatever the file holds instead
@@ -54,23 +111,50 @@ def load_checkpoint(path: str | Path) -> dict:
     return file | {"path": str(path)}
 
 
-def convert(file: dict) -> dict:
-    """Converts other people's ViT weights to the form of our checkpoints.
+def find_encoder(file: dict, path: str | Path) -> dict[str, Tensor]:
+    """The state dict of a ViT in another repository's file, whose names are those of timm or of the
+    authors' release. If there are several, a line says which it is. Raises ValueError.
+    """
+    states = {name: file[name] for name in STATE_DICTS if isinstance(file.get(name), dict)}
+    states = states or {"": file}
+    found = [(place, name.removesuffix(PATCH_EMBED)) for place, state in states.items()
+             for name in state if f".{name}".endswith(f".{PATCH_EMBED}")]
+    if not found:
+        raise ValueError(missing(PATCH_EMBED, [*states.values()][0]))
+
+    def rank(prefix: str) -> int:      # of several in one state dict
+        words = prefix.replace("module.", "").replace("_orig_mod.", "").split(".")[:-1]
+        # the authors' release has its student beside its teacher, and DINOv2 two of one kind
+        return 0 if words == ["student"] else 1 if words[:1] == ["teacher"] else 2
+    place = found[0][0]
+    prefix = min((prefix for other, prefix in found if other == place), key=rank)
+    if len(found) > 1:
+        names = {each: " ".join(filter(None, each)) for each in found}
+        note(f"{path}: takes {names[place, prefix]} of its encoders {', '.join(names.values())}")
+    return {name.removeprefix(prefix): x for name, x in states[place].items()
+            if name.startswith(prefix) and isinstance(x, Tensor)}
+
+
+def missing(name: str, state: dict) -> str:
+    names = [each for each, x in state.items() if isinstance(x, Tensor)]
+    return f"no tensor {name!r} among {len(names)}" + (f", such as {names[0]!r}" if names else "")
+
+
+def convert(state: dict[str, Tensor]) -> dict:
+    """Converts other people's ViT weights to the form of our checkpoints. Raises ValueError.
 
     Heads and decoders are dropped. Other tensors that our encoder has no place for, such as
     register tokens, are kept, so that `load_encoder` refuses the file: without them, the
     features would be wrong, and nothing would say so.
     """
-    state = file.get("model", file.get("state_dict", file))
-    state = {name.removeprefix("module."): x for name, x in state.items() if isinstance(x, Tensor)}
-    # the authors' release saves its student and its teacher in one state dict
-    if any(name.startswith("student.") for name in state):
-        state = {name.removeprefix("student."): x for name, x in state.items()
-                 if name.startswith("student.")}
-    state = {name: x for name, x in state.items() if not NOT_ENCODER.match(name)}
-
+    # DINOv2 may cut its blocks into chunks, whose number comes first
+    state = {re.sub(r"^blocks\.\d+\.(?=\d)", "blocks.", name): x for name, x in state.items()
+             if not NOT_ENCODER.match(name)}
+    for name in ("cls_token", "pos_embed"):
+        if name not in state:
+            raise ValueError(missing(name, state))
     grid = math.isqrt(state["pos_embed"].shape[1] - 1)
-    dim, _, patch_size, _ = state["patch_embed.proj.weight"].shape
+    dim, _, patch_size, _ = state[PATCH_EMBED].shape
     if dim % 64:
         raise ValueError(f"nothing says how many attention heads a width of {dim} has")
     heads = 16 if dim == 1280 else dim // 64      # ViT-H; weights have the same shapes for any
@@ -211,15 +295,14 @@ class ClipEncoder(FrozenEncoder):
         # is wrong, and nothing says so. open_clip knows which tags need it; of a file, the user
         # has to.
         quick_gelu = open_clip.get_pretrained_cfg(name, pretrained).get("quick_gelu", False)
-        visual = open_clip.create_model(name, None if pretrained == "random" else pretrained,
-                                        force_quick_gelu=quick_gelu).visual
-        quick = name.endswith("-quickgelu")
-        other = name.removesuffix("-quickgelu") if quick else f"{name}-quickgelu"
-        if (Path(pretrained).is_file() and other in open_clip.list_models()
-                and os.environ.get("RANK", "0") == "0"):
-            used, instead = ("QuickGELU", "GELU") if quick else ("GELU", "QuickGELU")
-            print(f"{name}/{pretrained} uses {used}; for weights that were trained with {instead}, "
-                  f"give {other}/{pretrained}")
+        archive = is_torchscript(pretrained)      # as OpenAI's own files are
+        weights = None if archive or pretrained == "random" else pretrained
+        with torch.serialization.safe_globals(harmless()):
+            visual = open_clip.create_model(name, weights, force_quick_gelu=quick_gelu).visual
+        if archive:
+            visual.load_state_dict(read_torchscript(pretrained, "visual."))
+        if Path(pretrained).is_file():
+            say_what_a_file_does_not(name, pretrained, visual.preprocess_cfg)
 
         if grid is not None:
             position = resize_pos_embed(visual.positional_embedding[None], grid)[0]
@@ -237,6 +320,35 @@ class ClipEncoder(FrozenEncoder):
             intermediates_only=True, output_fmt="NLC", output_extra_tokens=True)
         return torch.cat([last["image_intermediates_prefix"][0],
                           last["image_intermediates"][0]], dim=1)
+
+
+def read_torchscript(path: str, prefix: str) -> dict[str, Tensor]:
+    """The tensors of a TorchScript archive whose names begin with `prefix`, in float32."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)      # deprecated, like these files
+        state = torch.jit.load(path, map_location="cpu").state_dict()
+    return {name.removeprefix(prefix): x.float() for name, x in state.items()
+            if name.startswith(prefix)}
+
+
+def say_what_a_file_does_not(name: str, file: str, normalization: dict):
+    """Prints which activation, and which mean and std, open_clip's model `name` has with a file of
+    weights, wherever the weights of its tags need different ones.
+    """
+    import open_clip
+    quick = name.endswith("-quickgelu")
+    other = name.removesuffix("-quickgelu") if quick else f"{name}-quickgelu"
+    if other in open_clip.list_models():
+        used, instead = ("QuickGELU", "GELU") if quick else ("GELU", "QuickGELU")
+        note(f"{name}/{file} uses {used}; for weights that were trained with {instead}, "
+             f"give {other}/{file}")
+    mean = tuple(normalization["mean"])
+    tags = {tag: open_clip.get_pretrained_cfg(name, tag).get("mean")
+            for tag in open_clip.list_pretrained_tags_by_model(name)}
+    for tag, own in tags.items():
+        if own and tuple(own) != mean:
+            note(f"{name}/{file} normalizes images by the mean {mean}; {tag}'s weights need "
+                 f"{tuple(own)}: for these, give {name}/{tag}")
 
 
 class TimmEncoder(FrozenEncoder):
@@ -276,6 +388,7 @@ def build_frozen(name: str, grid: int | None = None) -> FrozenEncoder:
     its images, a student's for its teacher. By default, images have the model's own size.
     """
     model, _, pretrained = name.partition("/")
+    pretrained = os.path.expanduser(pretrained)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)      # so that "random" weights are the same every time
@@ -292,6 +405,12 @@ def build_frozen(name: str, grid: int | None = None) -> FrozenEncoder:
     return frozen.eval().requires_grad_(False)
 
 
-def one_line(error: Exception) -> str:
-    """An error's message as one line, shortened: the first line alone may say nothing."""
+def one_line(error: Exception | str) -> str:
+    """An error's message as one line, shortened: the first line alone may say nothing.
+
+    Where PyTorch reads no more than tensors, its own error is long advice about that, raised while
+    it handles the one that has the reason.
+    """
+    if isinstance(error, pickle.UnpicklingError):
+        error = str(error.__context__ or error).split(" Please use")[0]
     return textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__

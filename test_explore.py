@@ -878,8 +878,12 @@ def test_plain_vits_load_without_their_heads_and_decoders(tmp_path, vit, wrap, z
     assert torch.allclose(encoder(images)[0], theirs.forward_features(images), atol=1e-5)
 
 
-@pytest.mark.parametrize("prefix", ("", "module."))
-def test_checkpoints_of_the_authors_release_load(tmp_path, prefix):
+@pytest.mark.parametrize("prefix, core", (("", "core"), ("module.", "_core")))
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")      # NumPy 2's, of NumPy 1's names
+def test_checkpoints_of_the_authors_trainer_load(tmp_path, monkeypatch, prefix, core):
+    """It keeps schedules and a rate of NumPy, whose functions NumPy 1 and 2 name differently."""
+    for x in (np.float64(0), np.empty(0)):
+        monkeypatch.setattr(x.__reduce__()[0], "__module__", f"numpy.{core}.multiarray")
     encoder = model.ViT(32, 8, dim=192, depth=4, heads=3, experts=3, moe_blocks=[0, 2]).eval()
     state = {f"{prefix}teacher.cls_token": torch.zeros(1)}
     for name, value in encoder.state_dict().items():                     # in the release's words
@@ -898,11 +902,103 @@ def test_checkpoints_of_the_authors_release_load(tmp_path, prefix):
             state[name.replace(".router", "")] = value[..., None] if "phi" in name else value
         else:
             state[name] = value
-    torch.save({"model": state, "config": {}}, tmp_path / "release.pt")
+    torch.save({"model": state, "config": {"data": Path("a")}, "best_loss": np.float32(math.inf),
+                "optimizer": {"param_groups": [{"lr": np.float64(0.1), "params": [0, 1]}]},
+                "lr_schedule": np.linspace(0, 1, 300), "epochs": np.arange(3)},
+               tmp_path / "release.pt")
+    assert f"numpy.{core}.multiarray".encode() in (tmp_path / "release.pt").read_bytes()
     loaded = encoders.load_encoder(tmp_path / "release.pt").eval()
     images = torch.rand(2, 3, 32, 32)
     assert torch.allclose(loaded(images)[0], encoder(images)[0], atol=1e-6)
     assert loaded.moe_blocks == [0, 2]
+
+
+def wrapped(vit, *names):
+    """The state dict of a module that holds `vit` in modules of these names, the innermost last."""
+    for name in reversed(names):
+        kind = {"module": nn.DataParallel, "_orig_mod": torch.compile}
+        vit = kind[name](vit) if name in kind else nn.ModuleDict({name: vit, "head": nn.Identity()})
+    return vit.state_dict()
+
+
+@pytest.mark.parametrize("names", ("_orig_mod", "_orig_mod module", "backbone", "module backbone",
+                                   "model", "net", "module _orig_mod student", "a b"))
+def test_what_stands_before_the_names_of_an_encoder_does_not_matter(tmp_path, names):
+    """DDP, torch.compile, DINO's and Lightning's modules give their names to what they hold."""
+    vit = timm_vit()
+    state = wrapped(vit, *names.split())
+    assert f"{names.replace(' ', '.')}.cls_token" in state
+    for content in (state, {"state_dict": state | {"other.cls_token": torch.zeros(1)}, "epoch": 3}):
+        torch.save(content, tmp_path / "x.pt")
+        encoder = encoders.load_encoder(tmp_path / "x.pt")
+        torch.testing.assert_close(encoder.pos_embed, vit.pos_embed, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("first, others", (
+    ("teacher backbone", ["student module backbone"]),                         # DINO, iBOT
+    ("target_encoder module", ["encoder module", "predictor module"]),         # I-JEPA
+    ("model_ema", ["model"]), ("state_dict_ema", ["state_dict"]),              # DeiT, timm
+    ("model teacher backbone", ["model student backbone"]),                    # DINOv2
+    ("model module student", ["model module teacher model", "model module teacher"]),   # release
+    ("state_dict module base_encoder", ["state_dict module momentum_encoder"])))       # MoCo v3
+def test_of_several_encoders_that_counts_which_its_own_library_would_load(tmp_path, capsys, first,
+                                                                          others):
+    """And a line says which."""
+    file = {"epoch": 3}
+    vit = timm_vit()
+    for names in (first, *others) if "base" in first else (*others, first):
+        place, *inner = names.split()
+        each = vit if names == first else timm_vit()
+        file[place] = file.get(place, {}) | wrapped(each, *inner)
+    torch.save(file, tmp_path / "x.pt")
+    encoder = encoders.load_encoder(tmp_path / "x.pt")
+    torch.testing.assert_close(encoder.pos_embed, vit.pos_embed, rtol=0, atol=0)
+    line, = capsys.readouterr().err.splitlines()
+    place, *inner = first.split()
+    assert line.startswith(f"{tmp_path}/x.pt: takes {' '.join([place, *inner[:1]])}")
+
+
+@pytest.mark.parametrize("averaged", (True, False))
+def test_of_what_timms_trainer_saves_the_averaged_weights_count(tmp_path, averaged):
+    from timm.utils import CheckpointSaver, ModelEmaV3
+    vit = timm_vit()
+    average = ModelEmaV3(vit)
+    for parameter in vit.parameters():
+        parameter.data += 1
+    args = argparse.Namespace(model="vit", lr=np.float64(0.1))
+    saver = CheckpointSaver(
+        vit, torch.optim.AdamW(vit.parameters()), args, model_ema=average if averaged else None,
+        checkpoint_dir=tmp_path, recovery_dir=tmp_path)
+    saver.save_checkpoint(3, metric=np.float64(71.5))
+    encoder = encoders.load_encoder(tmp_path / "last.pth.tar")
+    expected = average.module if averaged else vit
+    torch.testing.assert_close(encoder.pos_embed, expected.pos_embed, rtol=0, atol=0)
+
+
+def test_safetensors_load_as_hugging_faces_repositories_of_timm_have_them(tmp_path):
+    from safetensors.torch import save_file
+    vit = timm_vit(num_classes=7)
+    save_file(vit.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    images = torch.rand(1, 3, 32, 32)
+    frozen = build_frozen(str(tmp_path / "model.safetensors"))
+    assert torch.allclose(frozen(images), vit.forward_features(normalized(images)), atol=1e-5)
+    (tmp_path / "model.safetensors").write_text("no such file")
+    with pytest.raises(common.UserError, match="model.safetensors: cannot be read: .*no such file"):
+        build_frozen(str(tmp_path / "model.safetensors"))
+
+
+def test_blocks_in_chunks_as_dinov2_may_have_them_load(tmp_path):
+    vit = timm_vit(depth=3)      # blocks 0 and 1 are in the first chunk, 2 in the second
+    state = {re.sub(r"^blocks\.(\d)", lambda d: f"blocks.{int(d[1]) // 2}.{d[1]}", name): x
+             for name, x in vit.state_dict().items()}
+    torch.save({"teacher": {f"backbone.{name}": x for name, x in state.items()}}, tmp_path / "x.pt")
+    encoder = encoders.load_encoder(tmp_path / "x.pt").eval()
+    images = torch.rand(1, 3, 32, 32)
+    assert torch.allclose(encoder(images)[0], vit.forward_features(images), atol=1e-5)
+
+
+class Stages:
+    """A class that PyTorch does not know."""
 
 
 BIAS = "blocks.3.norm1.bias"
@@ -911,7 +1007,11 @@ BIAS = "blocks.3.norm1.bias"
 @pytest.mark.parametrize("content, expected", (
     (lambda vit: None, "No such file"),
     (lambda vit: [1, 2], "neither an ExPLoRe checkpoint"),
-    (lambda vit: {"weight": torch.zeros(1)}, "'pos_embed'"),
+    (lambda vit: {"weight": torch.zeros(1)},
+     "no tensor 'patch_embed.proj.weight' among 1, such as 'weight'"),
+    (lambda vit: {"encoder.cls": torch.zeros(1), "step": 3}, "such as 'encoder.cls'"),
+    (lambda vit: {name: x for name, x in vit.items() if name != "cls_token"}, "'cls_token' among"),
+    (lambda vit: vit | {"config": Stages()}, "Unsupported global: GLOBAL test_explore.Stages"),
     (lambda vit: {name: x for name, x in vit.items() if name != BIAS}, BIAS),
     (lambda vit: vit | {BIAS: torch.zeros(3)}, BIAS),
     (lambda vit: vit | {"reg_token": torch.zeros(1)}, "reg_token"),
@@ -933,9 +1033,19 @@ def test_a_file_that_does_not_load_is_named_with_the_reason(tmp_path, content, e
 def test_code_in_a_file_never_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("x.pt").write_bytes(b"cos\nmkdir\n(S'sprung'\ntR.")      # a pickle that makes a folder
-    with pytest.raises(common.UserError, match="^x.pt: not a PyTorch file"):
+    with pytest.raises(common.UserError, match=r"^x.pt: cannot be read: it begins with b.cos"):
         encoders.load_encoder("x.pt")
+    torch.save({"model": nano().state_dict(), "code": Trap()}, "y.pt")
+    with pytest.raises(common.UserError, match="^y.pt: cannot be read: .* GLOBAL posix.mkdir"):
+        encoders.load_encoder("y.pt")
     assert not Path("sprung").exists()
+
+
+class Trap:
+    """An object that makes a folder where it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("sprung",)
 
 
 def test_a_checkpoint_that_was_saved_on_a_gpu_is_read_into_the_memory_of_the_cpu(tmp_path,
@@ -1014,12 +1124,48 @@ def test_a_clip_teacher_is_open_clips_forward_with_quick_gelu_if_the_name_says_s
     assert teacher(images).shape == (2, 17, 64) and teacher.dim == 64 and teacher.image_size == 64
     assert torch.allclose(pooled(teacher, images), expected, atol=1e-4)
     assert not torch.allclose(pooled(build_frozen(normal), images), expected, atol=1e-2)
-    first, second = capsys.readouterr().out.splitlines()
+    first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"{quick} uses QuickGELU;") and first.endswith(f"give {normal}")
     assert second.startswith(f"{normal} uses GELU;") and second.endswith(f"give {quick}")
     monkeypatch.setenv("RANK", "1")
     build_frozen(normal)
-    assert not capsys.readouterr().out
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::torch.jit.TracerWarning",
+                            "ignore::DeprecationWarning")
+def test_a_torchscript_archive_as_openais_own_files_are_is_a_teacher(small_clips, tmp_path,
+                                                                      capsys):
+    """Its weights are in half precision."""
+    import open_clip
+    clip = open_clip.create_model("small-16-quickgelu").eval()
+    for parameter in clip.parameters():
+        parameter.data = (parameter + 0.1 * torch.randn_like(parameter)).half().float()
+    images = torch.rand(2, 3, 64, 64)
+    expected = clip.visual(TF.normalize(images, open_clip.OPENAI_DATASET_MEAN,
+                                        open_clip.OPENAI_DATASET_STD))
+    traced = torch.jit.trace(clip, (images, torch.ones(2, 8, dtype=torch.long)),
+                             check_trace=False)
+    path = str(tmp_path / "ViT.pt")
+    traced.half().save(path)
+    teacher = build_frozen(f"small-16-quickgelu/{path}")
+    assert {p.dtype for p in teacher.parameters()} == {torch.float32}
+    assert torch.allclose(pooled(teacher, images), expected, atol=1e-4)
+    assert "uses QuickGELU" in capsys.readouterr().err
+    with pytest.raises(common.UserError, match=f"as in ViT-B-16-quickgelu/{path}"):
+        encoders.load_checkpoint(path)
+
+
+def test_where_tags_need_another_mean_a_line_says_which_a_file_has(capsys):
+    """Of open_clip's ViT-L-14, one does."""
+    import open_clip
+    cfg = dict(mean=open_clip.OPENAI_DATASET_MEAN)
+    for name in ("ViT-L-14", "ViT-B-16"):
+        encoders.say_what_a_file_does_not(name, "x.pt", cfg)
+    said = [line for line in capsys.readouterr().err.splitlines() if "mean" in line]
+    assert len(said) == 1 and said[0].startswith("ViT-L-14/x.pt normalizes images by the mean (0.4")
+    assert "laion2b_s32b_b82k's weights need (0.5, 0.5, 0.5)" in said[0]
+    assert said[0].endswith("give ViT-L-14/laion2b_s32b_b82k")
 
 
 def test_a_tag_has_quick_gelu_if_its_record_says_so(quick_gelu, monkeypatch, capsys):
@@ -1031,7 +1177,7 @@ def test_a_tag_has_quick_gelu_if_its_record_says_so(quick_gelu, monkeypatch, cap
     monkeypatch.setattr(open_clip.factory, "download_pretrained", lambda *a, **k: path)
     teacher = build_frozen("small-16/tag")
     assert torch.allclose(pooled(teacher, images), expected, atol=1e-4)
-    assert not capsys.readouterr().out
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind, side", (("clip", 96), ("ours", 48)))
