@@ -7,10 +7,12 @@ Loaders send uint8; what is cheaper for a batch, such as color jitter, happens o
 
 import contextlib
 import functools
+import io
 import math
 import os
 import signal
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import functional as TF
 from tqdm import tqdm
 
-from common import Process, UserError, generator
+from common import Process, UserError, generator, note
 from model import count_masked
 from shapes import Shapes
 
@@ -35,13 +37,39 @@ DOWNLOADED = {"cifar10": "CIFAR10", "food101": "Food101"}      # torchvision's n
 
 # ------------------------------------------------------------------------------- images
 
+def find_jpeg_decoder():
+    """A function that decodes a JPEG, bytes uint8 [L], as RGB and upright, uint8 [3, H, W]: that of
+    torchvision, which will lose it, or that of TorchCodec, to which it goes. None if there is none.
+    """
+    def torchvisions(encoded: Tensor) -> Tensor:
+        return torchvision.io.decode_jpeg(encoded, torchvision.io.ImageReadMode.RGB,
+                                          apply_exif_orientation=True)
+
+    def torchcodecs(encoded: Tensor) -> Tensor:
+        from torchcodec.decoders import decode_jpeg
+        return decode_jpeg(encoded, mode="RGB")
+
+    smallest = io.BytesIO()
+    Image.new("RGB", (1, 1)).save(smallest, "JPEG")
+    smallest = torch.frombuffer(bytearray(smallest.getvalue()), dtype=torch.uint8)
+    for decode in (torchvisions, torchcodecs):
+        # what is not installed, has no such function, or lacks a library of its own
+        with contextlib.suppress(AttributeError, ImportError, OSError, RuntimeError):
+            decode(smallest)
+            return decode
+    return None
+
+
+decode_jpeg = find_jpeg_decoder()
+
+
 def read_image(path: str | os.PathLike) -> Tensor:
     """Reads an image file as RGB, uint8 [3, H, W], upright. Raises UserError."""
-    # torchvision decodes most JPEGs to the same pixels in less time; Pillow reads what it cannot
-    with contextlib.suppress(Exception):
-        return torchvision.io.decode_jpeg(
-            torchvision.io.read_file(str(path)), torchvision.io.ImageReadMode.RGB,
-            apply_exif_orientation=True)
+    # the same pixels as Pillow's, in less time; what it cannot read, Pillow reads, or names
+    with contextlib.suppress(OSError, RuntimeError):
+        encoded = np.fromfile(path, np.uint8)
+        if decode_jpeg and encoded[:2].tolist() == [0xFF, 0xD8]:      # as all JPEGs begin
+            return decode_jpeg(torch.from_numpy(encoded))
     try:
         with Image.open(path) as picture:
             if picture.mode[0] in "IF":      # 16 or 32 bits, which Pillow would turn white
@@ -74,9 +102,26 @@ def print_once(line: str):
 
 
 def walk(folder: str):
-    """As os.walk, through links, sorted, and without hidden files and folders."""
-    for here, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if name[0] != "." and name != "__MACOSX")
+    """As os.walk, sorted, without hidden files and folders, and through links, but for those into a
+    folder above them, which would never end. Yields nothing if there is no such folder, and raises
+    UserError if it or one in it cannot be listed.
+    """
+    def refuse(error: OSError):
+        if isinstance(error, FileNotFoundError) and error.filename == folder:
+            return
+        raise UserError(f"cannot list the folder {error.filename}: {error.strerror}") from error
+
+    def leads_up(here: str, name: str) -> bool:
+        path = os.path.join(here, name)
+        if not os.path.islink(path):
+            return False
+        target = os.path.realpath(path)
+        return any(Path(os.path.realpath(above)).is_relative_to(target)
+                   for above in (here, *Path(here).parents))
+
+    for here, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
+        folders[:] = sorted(name for name in folders if name[0] != "." and name != "__MACOSX"
+                            and not leads_up(here, name))
         yield here, folders, sorted(name for name in names if name[0] != ".")
 
 
@@ -102,6 +147,9 @@ class Photos(Dataset):
             found = [list_images(os.path.join(root, name)) for name in classes]
         if not any(found):
             raise UserError(missing)
+        if decode_jpeg is None:
+            note("JPEGs are read by Pillow, which takes longer: this torchvision decodes none, and "
+                 "TorchCodec is not installed")
         # Loaders that are forked share arrays. Of lists, each would soon have its own copy, because
         # to read a Python object is to count a reference in it.
         self.paths = np.array([os.fsencode(path) for paths in found for path in paths], dtype="S")
@@ -115,6 +163,13 @@ class Photos(Dataset):
 
     def path(self, index: int) -> str:
         return os.fsdecode(self.paths[index])
+
+
+class Food(Food101):
+    """torchvision's Food-101, but its images are read, and broken ones named, as in `Photos`."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return read_image(self._image_files[index]), self._labels[index]
 
 
 class Folder(Photos):
@@ -149,18 +204,31 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
         try:
             if data == "cifar10":
                 return CIFAR10("data", split == "train", transform=TF.pil_to_tensor)
-            return Food101("data", "train" if split == "train" else "test",
-                           transform=TF.pil_to_tensor)
-        except RuntimeError as error:
+            return Food("data", "train" if split == "train" else "test")
+        except Exception as error:      # not there, cut short, of another kind
             raise UserError(
-                f"--data {data} is not in data/, and this downloads it: python -c \"import "
-                f"torchvision; torchvision.datasets.{DOWNLOADED[data]}('data', download=True)\""
-            ) from error
+                f"--data {data} is not whole in data/ ({type(error).__name__}), and this downloads "
+                f"it: python -c \"import torchvision; torchvision.datasets.{DOWNLOADED[data]}"
+                "('data', download=True)\"") from error
+    check_data(data, "a folder of images")
     if labels:
         return Folder(data, split)
     folder = os.path.join(data, split)
     folder = folder if os.path.isdir(folder) else data
     return Photos(folder, f"--data {data}: no image in {folder}")
+
+
+def check_data(data: str, needed: str):
+    """Raises UserError if there is no folder of this name, unless it is a single image."""
+    try:
+        os.stat(data)
+        if os.path.isfile(data):
+            read_image(data)
+    except OSError as error:
+        raise UserError(f"--data {data}: {error.strerror}; expected {needed}") from error
+    except UserError as error:
+        raise UserError(f"--data {data} is a file, and no image; expected {needed}, and archives "
+                        "have to be unpacked") from error
 
 
 # ------------------------------------------------------------------- views of one image
