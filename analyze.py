@@ -43,7 +43,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = common.make_parser(__doc__, "CHECKPOINT [CHECKPOINT ...] ")
     parser.set_defaults(compile=False)      # to compile takes longer than a few images
     group = parser.add_argument_group("analysis")
-    group.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="models with experts")
+    group.add_argument("checkpoints", nargs="+", type=common.path, metavar="CHECKPOINT",
+                       help="models with experts")
     group.add_argument(
         "--images", type=positive_int, default=200,
         help=f"images to measure, drawn by --seed; the first {IMAGES} become pictures")
@@ -54,7 +55,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--batch-size", type=positive_int, default=64,
                        help="images of one forward pass")
     group.add_argument(
-        "--out", metavar="FOLDER",
+        "--out", metavar="FOLDER", type=common.path,
         help="where pictures and routing.json go (default: the folder of the first checkpoint)")
     return parser.parse_args(argv)
 
@@ -296,7 +297,7 @@ def main(args) -> list[dict]:
         report(models[-1]["numbers"])
     numbers = [model["numbers"] for model in models]
     out = Path(args.out or Path(args.checkpoints[0]).parent)
-    out.mkdir(parents=True, exist_ok=True)
+    common.make_folder(out)
     (out / "routing.json").write_text(json.dumps(rounded(numbers), indent=1) + "\n")
     experts = EXPERTS if len(models) <= 2 else 1
     try:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import inspect
+import itertools
 import math
 import os
 import sys
@@ -22,12 +23,36 @@ class UserError(Exception):
     """An error that the user can mend: it is printed as one line, and the exit code is 2."""
 
 
+def note(line: str):
+    """Prints a line that the user should read, to standard error, by the first process alone."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)
+
+
+def make_folder(folder: str | Path):
+    """Makes a folder for results, if it is not there. Raises UserError."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder}: {error.strerror}") from error
+
+
 def launch(main, args: argparse.Namespace):
     """Calls `main(args)` as a program."""
     try:
         main(args)
+        said = None
     except UserError as error:
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        said = str(error)
+    except torch.OutOfMemoryError as error:
+        said = f"a smaller --micro-batch or --batch-size needs less memory: {error}".splitlines()[0]
+    except (RuntimeError, ConnectionError, EOFError) as error:      # the last two: half of a batch
+        if isinstance(error, RuntimeError) and "DataLoader worker (pid" not in str(error):
+            raise
+        said = ("a loader was killed, as happens when memory or /dev/shm is full; fewer --workers "
+                f"need less ({type(error).__name__}: {error})").splitlines()[0]
+    if said:
+        print(f"{Path(sys.argv[0]).name}: error: {said}", file=sys.stderr)
         sys.exit(2)
     if dist.is_initialized():
         # a process that leaves while another is still in its last all-reduce can block that one
@@ -55,6 +80,18 @@ non_negative = checked(float, lambda x: 0 <= x < math.inf, "0 or above")
 fraction = checked(float, lambda x: 0 <= x < 1, "in [0, 1)")
 
 
+def path(text: str) -> str:
+    """An argparse type: a path or a name, in which ~ is the home folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; is a variable in it not set?")
+    return os.path.expanduser(text)
+
+
+class Flags(argparse.Namespace):
+    """The flags of a stage. `defaults`, those of all flags, are beside them and not in vars()."""
+    __slots__ = ("defaults",)
+
+
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter,
                     argparse.RawDescriptionHelpFormatter):
     """Names the default of each flag that has one."""
@@ -70,7 +107,8 @@ def make_parser(doc: str, arguments: str = "") -> argparse.ArgumentParser:
         usage=f"%(prog)s {arguments}[FLAG ...]; --help explains the flags")
     group = parser.add_argument_group("input and machine")
     group.add_argument(
-        "--data", metavar="FOLDER", default=os.environ.get("IMAGENET", "data/imagenet"),
+        "--data", metavar="FOLDER", type=path,
+        default=os.environ.get("IMAGENET") or "data/imagenet",
         help="a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (segment.py: in ADE20K's "
              "layout; pretrain.py and analyze.py: any folder of images); or cifar10 or food101 "
              "in data/; or shapes or shapes-noise, which are drawn on the fly. $IMAGENET, if set, "
@@ -101,7 +139,7 @@ def add_train_flags(parser: argparse.ArgumentParser, stage: str, *, batch_size: 
     """The flags of every stage that trains."""
     parser.set_defaults(stage=stage)
     group = parser.add_argument_group("run")
-    group.add_argument("--out", metavar="FOLDER", default=f"runs/{stage}",
+    group.add_argument("--out", metavar="FOLDER", type=path, default=f"runs/{stage}",
                        help="folder of the run; the same command resumes it")
     group.add_argument("--max-steps", type=positive_int,
                        help="stop after this step; the same command without it resumes")
@@ -139,9 +177,10 @@ def add_pool_flag(group):
                        help="what stands for an image: [CLS], or the mean of the patch tokens")
 
 
-def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None) -> Flags:
     """Parses the flags of a stage that trains. Refuses a warm-up that is as long as the run."""
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv, Flags())
+    args.defaults = {name: parser.get_default(name) for name in vars(args)}
     unit = "epochs" if hasattr(args, "epochs") else "iterations"
     length = getattr(args, unit)
     warmup = getattr(args, f"warmup_{unit}")
@@ -226,6 +265,14 @@ def seed_torch(stream: str, *key: int):
 
 # ------------------------------------------------------------------------- optimization
 
+MICRO_BATCH = 256      # images at most, if --micro-batch does not say otherwise
+
+
+def largest_micro_batch(share: int) -> int:
+    """The largest divisor, up to MICRO_BATCH, of a process's share of --batch-size."""
+    return max(n for n in range(1, min(share, MICRO_BATCH) + 1) if share % n == 0)
+
+
 def divide(args: argparse.Namespace, world: int, images: int) -> tuple[int, int]:
     """How `world` processes divide a set of images -> (micro_steps, epoch_steps)
 
@@ -235,8 +282,14 @@ def divide(args: argparse.Namespace, world: int, images: int) -> tuple[int, int]
     share = args.batch_size // world      # of one process
     if args.batch_size % world:
         raise UserError(f"--batch-size {args.batch_size} is not a multiple of {world} processes")
-    micro_batch = args.micro_batch or max(
-        n for n in range(1, min(share, 256) + 1) if share % n == 0)
+    micro_batch = args.micro_batch or largest_micro_batch(share)
+    if not args.micro_batch and micro_batch < min(share, MICRO_BATCH // 4):
+        better = [next(n for n in numbers if largest_micro_batch(n) >= MICRO_BATCH // 4)
+                  for numbers in (range(share, 0, -1), itertools.count(share))]
+        raise UserError(
+            f"--batch-size {args.batch_size}: the {share} images of each process divide into no "
+            f"more than {micro_batch} at a time, which is slow; {better[0] * world} and "
+            f"{better[1] * world} divide well, or say --micro-batch {micro_batch}")
     if share % micro_batch:
         raise UserError(f"--micro-batch {micro_batch} does not divide {share}, each process's "
                         f"share of --batch-size {args.batch_size}")

@@ -32,7 +32,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     group = parser.add_argument_group("model")
     group.add_argument(
-        "checkpoint", nargs="?", metavar="CHECKPOINT",
+        "checkpoint", nargs="?", type=common.path, metavar="CHECKPOINT",
         help="an encoder of ExPLoRe, of the authors' release, or with timm's names; without one, "
              "the model is trained from scratch")
     group.add_argument("--model", choices=PRESETS, default="vit_base",
@@ -88,6 +88,7 @@ def main(args) -> dict[str, float]:
         encoder.compile_blocks()
     return supervised.fit_classifier(
         args, process, classifier, dataset, val, image_size, encoder=encoder.config, erase=True,
+        model_name=args.checkpoint or f"{args.model} from scratch",
         lr_scale=supervised.layerwise_lr(len(encoder.blocks), args.layer_decay))
 
 

@@ -25,7 +25,7 @@ from model import pool
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = common.make_parser(__doc__, "ENCODER [ENCODER ...] ")
     group = parser.add_argument_group("k-NN")
-    group.add_argument("encoders", nargs="+", metavar="ENCODER",
+    group.add_argument("encoders", nargs="+", type=common.path, metavar="ENCODER",
                        help="a checkpoint file, open_clip's MODEL/PRETRAINED, or timm/NAME")
     group.add_argument("-k", type=positive_int, default=20, help="neighbors that vote")
     group.add_argument("--temperature", type=positive, default=0.07, metavar="T",
@@ -33,7 +33,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     common.add_pool_flag(group)
     group.add_argument("--batch-size", type=positive_int, default=256,
                        help="images of one forward pass of one process")
-    group.add_argument("--out", metavar="FOLDER",
+    group.add_argument("--out", metavar="FOLDER", type=common.path,
                        help="where knn.jsonl is (default: the folder of the first encoder if it "
                             "is a file, else runs/knn)")
     return parser.parse_args(argv)
@@ -115,7 +115,7 @@ def main(args) -> list[float]:
                    "epoch": getattr(encoder, "epoch", None), "data": args.data,
                    "pool": args.pool, "k": args.k, "temperature": args.temperature,
                    "top1": results[name]}
-            out.mkdir(parents=True, exist_ok=True)
+            common.make_folder(out)
             with open(out / "knn.jsonl", "a") as log:
                 log.write(json.dumps(row) + "\n")
             print(f"{results[name]:6.2f}%  {name}", flush=True)

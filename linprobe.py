@@ -19,7 +19,7 @@ from model import init_weights
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = common.make_parser(__doc__, "ENCODER ")
     group = parser.add_argument_group("probe")
-    group.add_argument("encoder", metavar="ENCODER",
+    group.add_argument("encoder", metavar="ENCODER", type=common.path,
                        help="a checkpoint file, open_clip's MODEL/PRETRAINED, or timm/NAME")
     group.add_argument(
         "--probe", choices=("linear", "ep"), default="linear",
@@ -74,7 +74,8 @@ def main(args) -> dict[str, float]:
     if args.compile:
         frozen.compile()
     return supervised.fit_classifier(args, process, head, dataset, val, frozen.image_size,
-                                     encoder=args.encoder, features=frozen)
+                                     encoder=args.encoder, features=frozen,
+                                     model_name=f"a {args.probe} probe of {args.encoder}")
 
 
 if __name__ == "__main__":

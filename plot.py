@@ -38,8 +38,9 @@ COLUMNS = 4
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, with log.jsonl")
-    parser.add_argument("--out", metavar="FOLDER",
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=common.path,
+                        help="folder of a run, with log.jsonl")
+    parser.add_argument("--out", metavar="FOLDER", type=common.path,
                         help="for curves.png (default: that of the first run)")
     return parser.parse_args(argv)
 
@@ -106,7 +107,7 @@ def draw(runs: dict[str, list[dict]], path: Path):
 def main(args: argparse.Namespace):
     runs = {folder: read_run(folder) for folder in args.runs}
     out = Path(args.out or args.runs[0])
-    out.mkdir(parents=True, exist_ok=True)
+    common.make_folder(out)
     try:
         draw(runs, out / "curves.png")
         print(out / "curves.png")

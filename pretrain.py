@@ -61,7 +61,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--mask-ratio", type=fraction, default=0.4,
                        help="share of patches that the student does not see")
     group.add_argument(
-        "--teacher", default="ViT-B-16/openai",
+        "--teacher", type=common.path, default="ViT-B-16/openai",
         help="a checkpoint file; or MODEL/PRETRAINED of open_clip, where PRETRAINED is a tag, a "
              "file or random; or timm/NAME")
     group.add_argument("--cls-weight", type=non_negative, default=0.4,
@@ -190,9 +190,10 @@ def main(args):
                     loss_weights=args.loss_weights, detach=args.detach, lambdas=lambdas,
                     entropy_on=args.entropy_on, importance_weight=args.importance_weight)
 
-    run = Run(args, process, images=len(dataset), steps=steps, epoch_steps=epoch_steps,
-              encoder=student.encoder.config, shown=objectives, model=student,
-              optimizer=optimizer, balance=balance)
+    model_name = f"{args.model} with {args.experts} experts, taught by {args.teacher}"
+    run = Run(args, process, model_name, images=len(dataset), steps=steps,
+              epoch_steps=epoch_steps, encoder=student.encoder.config, shown=objectives,
+              model=student, optimizer=optimizer, balance=balance)
     first = run.resume()                                    # 0, or last.pt's step
     if first == 0:
         run.save("epoch_0000.pt", 0)
@@ -204,33 +205,34 @@ def main(args):
     batches = run.timed(data.train_batches(views, args, process, micro_steps, first,
                                            run.stop_step))
 
-    for step in run.steps(first):                           # a progress bar
-        lr = common.learning_rate(step, steps, args.warmup_epochs * epoch_steps, args.lr,
-                                  args.min_lr)
-        common.set_rate(optimizer, lr)
-        common.seed_torch("step", args.seed, step, process.rank)    # drop path: resumes exactly
-        w = balance(step)                                   # [K]
+    with run.listening():                                       # to Ctrl-C, and to Slurm
+        for step in run.steps(first):                           # a progress bar
+            lr = common.learning_rate(step, steps, args.warmup_epochs * epoch_steps, args.lr,
+                                      args.min_lr)
+            common.set_rate(optimizer, lr)
+            common.seed_torch("step", args.seed, step, process.rank)    # drop path: resumes exactly
+            w = balance(step)                                           # [K]
 
-        for micro_step in range(1, micro_steps + 1):
-            batch = next(batches)
-            images, mask = data.augment(batch), batch["mask"]       # [B, 3, S, S], bool [B, N]
-            with torch.no_grad():
-                targets = teacher(images)                           # [B, 1 + N, Dt]
-            with process.accumulating(model, last=micro_step == micro_steps):
-                with process.autocast():
-                    pred = model(normalize(images), mask)
-                losses, regularizer, metrics = explore_losses(pred, targets, images, mask,
-                                                              **coupling)
-                loss = (w * losses).sum() + regularizer             # Eq. 8, and Eq. 7
-                balance.observe(losses)
-                process.scaler.scale(loss / micro_steps).backward()
-            run.log(metrics, loss=loss)
+            for micro_step in range(1, micro_steps + 1):
+                batch = next(batches)
+                images, mask = data.augment(batch), batch["mask"]       # [B, 3, S, S], bool [B, N]
+                with torch.no_grad():
+                    targets = teacher(images)                           # [B, 1 + N, Dt]
+                with process.accumulating(model, last=micro_step == micro_steps):
+                    with process.autocast():
+                        pred = model(normalize(images), mask)
+                    losses, regularizer, metrics = explore_losses(pred, targets, images, mask,
+                                                                  **coupling)
+                    loss = (w * losses).sum() + regularizer             # Eq. 8, and Eq. 7
+                    balance.observe(losses)
+                    process.scaler.scale(loss / micro_steps).backward()
+                run.log(metrics, loss=loss)
 
-        run.log(common.optimizer_step(optimizer, process.scaler, args.clip_grad),
-                objective_weights=w)
-        balance.update()
-        if run.end_step(step, lr):                          # logs, saves; True after a signal
-            break
+            run.log(common.optimizer_step(optimizer, process.scaler, args.clip_grad),
+                    objective_weights=w)
+            balance.update()
+            if run.end_step(step, lr):                          # logs, saves; True after a signal
+                break
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import json
 import math
+import os
 import platform
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import common
 from common import Process, UserError
 
 LOG_EVERY = 20      # steps
@@ -33,15 +35,16 @@ FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "recompute", "
 class Run:
     """A training run in its folder `args.out`: it resumes, logs, saves, and stops when asked to.
 
-    images: the number of training images. steps, epoch_steps: the steps of the whole run, and of
-    an epoch. encoder: what rebuilds the encoder, or the name of a probe's. shown: the fields of the
-    log that the progress bar shows. parts: what has a state that last.pt keeps, by name; other
-    checkpoints keep the model's alone.
+    model_name: for the line that a run begins with. images: the number of training images. steps,
+    epoch_steps: the steps of the whole run, and of an epoch. encoder: what rebuilds the encoder, or
+    the name of a probe's. shown: the fields of the log that the progress bar shows. parts: what has
+    a state that last.pt keeps, by name; other checkpoints keep the model's alone.
     """
 
-    def __init__(self, args, process: Process, *, images: int, steps: int, epoch_steps: int,
-                 encoder, shown=("loss",), **parts):
+    def __init__(self, args, process: Process, model_name: str, *, images: int, steps: int,
+                 epoch_steps: int, encoder, shown=("loss",), **parts):
         self.args, self.process, self.folder = args, process, Path(args.out)
+        self.model_name = model_name
         self.images, self.total, self.epoch_steps = images, steps, epoch_steps
         # steps between two evaluations or kept checkpoints, and between two last.pt
         self.save_every = self.last_every = args.save_every
@@ -54,6 +57,7 @@ class Run:
         self.line = {}               # of the log, the last one
         self.signal = 0              # the number of the one that asked to stop
         self.metrics = {}            # since the last line of the log: by name, values of steps
+        self.lost = 0                # steps in a row, in lines of which no loss was finite
         self.timed_from = None       # the speed is that of the steps since this one
         self.since = self.waited = 0.0
 
@@ -87,20 +91,25 @@ class Run:
         of_all = self.process.sum(torch.tensor(first, device=self.process.device))
         if of_all != first * self.process.world:
             raise UserError(f"not all processes see the same {last}")
-        self.say(f"{self.folder}: {self.images} images, {self.epoch_steps} steps an epoch, "
-                 f"{self.process.world} x {self.process.device.type} in "
+        if self.process.rank == 0:
+            self.trim_log(first)
+        self.say(f"{self.folder}: {self.model_name}; {self.images} images, {self.epoch_steps} "
+                 f"steps an epoch, {self.process.world} x {self.process.device.type} in "
                  f"{self.process.amp or torch.float32}, from step {first} of {self.total}")
         return first
 
     def claim(self):
-        """Opens the log, and writes args.json: the flags, the number of images, and where the run
-        comes from. Raises UserError if the folder is another run's, or this run is already at work.
+        """Opens the log, and writes args.json: the flags, their defaults, the number of images, and
+        where the run comes from. Raises UserError if the folder is another run's or no folder, or
+        if this run is already at work.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        common.make_folder(self.folder)
         busy = torch.zeros((), device=self.process.device)
         if self.process.rank == 0:
-            self.log_file = open(self.folder / "log.jsonl", "a")      # noqa: SIM115
-            try:      # POSIX locks end with the process, even if its loaders outlive it
+            self.log_file = open(self.folder / "log.jsonl", "a+b")      # noqa: SIM115
+            # POSIX locks end with the process, even if its loaders outlive it, and also where the
+            # process closes the file, opened a second time
+            try:
                 fcntl.lockf(self.log_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for left in self.folder.glob("*.tmp"):      # by a process that was killed
                     left.unlink()
@@ -108,16 +117,20 @@ class Run:
                 busy += 1
             except OSError:      # the file system has no locks
                 pass
-        record = {"args": vars(self.args), "images": self.images, "origins": []}
-        if (self.folder / "args.json").exists():
-            known = json.loads((self.folder / "args.json").read_text())
-            record["origins"] = known["origins"]
-            old, new = ({f"--{name.replace('_', '-')}": value for name, value in
-                         each["args"].items() if name not in FREE_FLAGS}
-                        | {"the number of images": each["images"]} for each in (known, record))
-            if old != new:
+        record = {"args": vars(self.args), "defaults": self.args.defaults, "images": self.images,
+                  "origins": []}
+        file = self.folder / "args.json"
+        if file.exists():
+            try:
+                known = {"defaults": {}} | json.loads(file.read_text())
+                record["origins"] = known["origins"]
+                changed = differences(*comparable(known, record))
+            except (KeyError, TypeError, ValueError) as error:
+                raise UserError(f"{file} is damaged, so that nothing says which run {self.folder} "
+                                "holds; if this command is that run's, remove the file") from error
+            if changed:
                 raise UserError(f"{self.folder} holds another run, so give another --out: "
-                                + differences(old, new))
+                                + changed)
         if self.process.sum(busy) > 0:
             raise UserError(f"{self.folder}: another process trains in this folder")
         if self.process.rank == 0:
@@ -128,18 +141,46 @@ class Run:
                 origins.append(origin)
             self.write("args.json", lambda path: path.write_text(json.dumps(record, indent=1)))
 
+    def trim_log(self, first: int):
+        """Cuts off the log what a run that was killed wrote after `first`, its last.pt's step, so
+        that the log has each step once, and no half of a line.
+        """
+        whole = 0      # bytes
+        self.log_file.seek(0)
+        for line in self.log_file:
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                if json.loads(line)["step"] <= first and line.endswith(b"\n"):
+                    whole += len(line)
+                    continue
+            break
+        self.log_file.truncate(whole)
+
     # ------------------------------------------------------------------------- the loop
 
-    def steps(self, first: int):
-        """Yields the steps to do, with a progress bar. From here on, SIGINT, SIGTERM and SIGUSR1
-        ask the run to stop at its next line of the log.
+    @contextlib.contextmanager
+    def listening(self):
+        """Within this context, SIGINT, SIGTERM and SIGUSR1 ask the run to stop at its next line of
+        the log.
         """
-        def ask(signum, frame):
-            self.signal = signum
-            if signum == signal.SIGINT:      # a second Ctrl-C leaves at once
+        def ask(number: int, frame):
+            self.signal = number
+            line = (f"{signal.Signals(number).name}: saves and stops at the next line of the log, "
+                    f"within {LOG_EVERY} steps")
+            if number == signal.SIGINT:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(signum, ask)
+                line += "; a second Ctrl-C leaves at once, without saving"
+            if self.process.rank == 0:      # not by print, which the signal may have interrupted
+                os.write(2, f"\n{line}\n".encode())
+        before = {number: signal.signal(number, ask)
+                  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def steps(self, first: int):
+        """Yields the steps to do, with a progress bar."""
         with tqdm(range(first, self.stop_step), self.args.stage, self.stop_step, initial=first,
                   unit="step", disable=self.process.rank > 0) as bar:
             for step in bar:
@@ -191,7 +232,7 @@ class Run:
 
     def write_line(self, done: int, lr: float, evaluate) -> bool:
         """Appends a line of means over steps and processes to log.jsonl -> whether any process was
-        asked to stop. Raises UserError if the loss is not finite.
+        asked to stop. Raises UserError if no loss is finite any more.
 
         Apart from saving, only here does the host wait for the device in pretraining.
         """
@@ -199,7 +240,7 @@ class Run:
         totals = {}      # of each metric, [2, ...]: the sum, and the number, of its finite values
         for name, values in self.metrics.items():
             values = torch.stack(values).float()
-            counts = values.isfinite() | (name == "loss")      # a loss that is not ends the run
+            counts = values.isfinite()
             totals[name] = torch.stack([values.where(counts, 0).sum(0), counts.sum(0)])
         self.metrics = {}
         asked = torch.tensor([float(self.signal > 0)], device=self.process.device)
@@ -219,10 +260,15 @@ class Run:
         if evaluate:
             self.line |= self.keep_best(done, evaluate())
         if self.process.rank == 0:
-            print(json.dumps(rounded(self.line)), file=self.log_file, flush=True)
-        if not math.isfinite(self.line["loss"]):
-            raise UserError(f"step {done}: the loss is not finite; a lower --lr, --amp bf16 or a "
-                            "smaller --clip-grad may help")
+            self.log_file.write(json.dumps(rounded(self.line)).encode() + b"\n")
+            self.log_file.flush()
+        if self.line["skipped"] == steps:
+            self.say(f"step {done}: all {steps} updates since the last line of the log were "
+                     "skipped, because their gradients were not finite")
+        self.lost = 0 if math.isfinite(self.line["loss"]) else self.lost + steps
+        if self.lost >= LOG_EVERY:
+            raise UserError(f"step {done}: no loss of the last {self.lost} steps is finite; a "
+                            "lower --lr, --amp bf16 or a smaller --clip-grad may help")
         return asked.item() > 0
 
     def keep_best(self, done: int, scores: dict[str, float]) -> dict[str, float]:
@@ -261,6 +307,19 @@ class Run:
             name = signal.Signals(self.signal).name if self.signal else "a signal"
             said.append(f"stopped by {name}, and the same command resumes")
         self.say(f"{self.folder}: {'; '.join(said)}")
+
+
+def comparable(known: dict, record: dict) -> tuple[dict, dict]:
+    """What must be equal in two records of args.json if they are of one run: all flags but
+    FREE_FLAGS, and the number of images. A flag that only one version of the code has counts as the
+    default in the other.
+    """
+    sides = []
+    for own, other in ((known, record), (record, known)):
+        flags = other["args"] | other["defaults"] | own["args"]
+        sides.append({f"--{name.replace('_', '-')}": value for name, value in flags.items()
+                      if name not in FREE_FLAGS} | {"the number of images": own["images"]})
+    return tuple(sides)
 
 
 def find_origin(process: Process) -> dict:

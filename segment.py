@@ -35,7 +35,7 @@ AUXILIARY_WIDTH = 256
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = common.make_parser(__doc__, "CHECKPOINT ")
     group = parser.add_argument_group("segmentation")
-    group.add_argument("checkpoint", metavar="CHECKPOINT",
+    group.add_argument("checkpoint", type=common.path, metavar="CHECKPOINT",
                        help="of ExPLoRe, of the authors' release, or with timm's names")
     group.add_argument(
         "--crop-size", type=positive_int, default=512,
@@ -73,6 +73,10 @@ class Scenes(data.Photos):
         self.zero_is_class = zero_is_class
 
     def annotation(self, index: int) -> Tensor:
+        turn = Image.open(self.path(index)).getexif().get(0x0112, 1)
+        if turn != 1:      # `read_image` turns it, and nothing says whether its annotator did
+            raise UserError(f"the image {self.path(index)} is to be turned by its EXIF tag (it is "
+                            f"{turn}), and its annotation has none: save both upright, without it")
         try:
             picture = Image.open(self.annotations[index])
             if picture.mode not in ("L", "P"):
@@ -367,7 +371,7 @@ def main(args) -> dict[str, float]:
     val_views = EvalScenes(val, crop, classes)
     return supervised.fit(args, process, segmenter, TrainScenes(scenes, crop, classes, args.seed),
                           compute_loss, lambda: evaluate(segmenter, val_views, args, process),
-                          encoder=encoder.config,
+                          encoder=encoder.config, model_name=f"UperNet on {args.checkpoint}",
                           lr_scale=supervised.layerwise_lr(len(encoder.blocks), args.layer_decay))
 
 

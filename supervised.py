@@ -170,8 +170,8 @@ def evaluate(predict, views: data.CenterViews, args, process: common.Process) ->
 
 
 def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dataset, val: Dataset,
-                   image_size: int, *, encoder, features=lambda images: images, erase=False,
-                   lr_scale=lambda name: 1.0) -> dict[str, float]:
+                   image_size: int, *, model_name: str, encoder, features=lambda images: images,
+                   erase=False, lr_scale=lambda name: 1.0) -> dict[str, float]:
     """Trains a classifier of whole images -> top-1 and top-5 of the best evaluation on `val`
 
     The logits are model(features(images)), of images [B, 3, S, S] in [0, 1]; `features` is not
@@ -198,21 +198,25 @@ def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dat
 
     return fit(args, process, model, views, compute_loss,
                lambda: evaluate(lambda images: model(features(images)), val_views, args, process),
-               encoder=encoder, lr_scale=lr_scale)
+               encoder=encoder, model_name=model_name, lr_scale=lr_scale)
 
 
 # ----------------------------------------------------------------------------- the loop
 
 def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute_loss, evaluate,
-        *, encoder, lr_scale=lambda name: 1.0) -> dict[str, float]:
+        *, model_name: str, encoder, lr_scale=lambda name: 1.0) -> dict[str, float]:
     """The loop of finetuning, probes and segmentation -> the scores of the best evaluation
 
     views: of training images, as `data.TrainViews` are. compute_loss(model, batch) returns
     metrics, of which "loss" is what the gradient is of. evaluate() returns scores in percent, of
-    which the first decides what the best is. encoder: for the checkpoints, what rebuilds the
-    encoder. lr_scale: see `common.adamw`.
+    which the first decides what the best is. model_name, encoder: see `Run`. lr_scale: see
+    `common.adamw`.
     """
     micro_steps, epoch_steps = common.divide(args, process.world, len(views))
+    normalized = any(isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d))
+                     for layer in model.modules())
+    if normalized and args.batch_size == process.world * micro_steps:
+        raise UserError("--micro-batch 1: batch normalization needs more than one image at a time")
     if "epochs" in args:
         steps, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
         decay = "cosine"
@@ -220,7 +224,7 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
         steps, warmup, decay = args.iterations, args.warmup_iterations, "linear"
 
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
-    run = Run(args, process, images=len(views), steps=steps, epoch_steps=epoch_steps,
+    run = Run(args, process, model_name, images=len(views), steps=steps, epoch_steps=epoch_steps,
               encoder=encoder, model=model, optimizer=optimizer)
     first = run.resume()
     parallel = process.parallel(model.train())
@@ -237,19 +241,20 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
         model.train()
         return result
 
-    for step in run.steps(first):
-        lr = common.learning_rate(step, steps, warmup, args.lr, args.min_lr, decay)
-        common.set_rate(optimizer, lr)
-        common.seed_torch("step", args.seed, step, process.rank)      # drop path, ExD, mixup
+    with run.listening():
+        for step in run.steps(first):
+            lr = common.learning_rate(step, steps, warmup, args.lr, args.min_lr, decay)
+            common.set_rate(optimizer, lr)
+            common.seed_torch("step", args.seed, step, process.rank)      # drop path, ExD, mixup
 
-        for micro_step in range(1, micro_steps + 1):
-            batch = next(batches)
-            with process.accumulating(parallel, last=micro_step == micro_steps):
-                metrics = compute_loss(parallel, batch)
-                process.scaler.scale(metrics["loss"] / micro_steps).backward()
-            run.log(metrics)
+            for micro_step in range(1, micro_steps + 1):
+                batch = next(batches)
+                with process.accumulating(parallel, last=micro_step == micro_steps):
+                    metrics = compute_loss(parallel, batch)
+                    process.scaler.scale(metrics["loss"] / micro_steps).backward()
+                run.log(metrics)
 
-        run.log(common.optimizer_step(optimizer, process.scaler, args.clip_grad))
-        if run.end_step(step, lr, scores):
-            break
+            run.log(common.optimizer_step(optimizer, process.scaler, args.clip_grad))
+            if run.end_step(step, lr, scores):
+                break
     return run.best

@@ -89,15 +89,6 @@ def seeded():
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def signals():
-    """A run leaves its handlers where they are: the process ends after it."""
-    handlers = [(number, signal.getsignal(number)) for number in STOP_SIGNALS]
-    yield
-    for number, handler in handlers:
-        signal.signal(number, handler)
-
-
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory):
     """ImageNet's layout: 4 classes of 8 training and 4 validation JPEGs of different sizes."""
@@ -1355,9 +1346,14 @@ def test_16_bits_are_refused_for_they_would_become_white(tmp_path):
         data.read_image(tmp_path / "x.png")
 
 
-@pytest.mark.skipif(not hasattr(torchvision.io, "decode_jpeg"), reason="without a decoder")
-def test_jpegs_are_read_without_pillow_and_have_its_pixels(tmp_path, monkeypatch):
-    """Whatever their name, color space or orientation."""
+@pytest.mark.parametrize("torchvisions", (True, False))
+def test_jpegs_are_read_without_pillow_and_have_its_pixels(tmp_path, monkeypatch, torchvisions):
+    """By torchvision or TorchCodec, whatever their name, color space or orientation."""
+    if not torchvisions:
+        pytest.importorskip("torchcodec.decoders")
+        monkeypatch.delattr(torchvision.io, "decode_jpeg", raising=False)
+    monkeypatch.setattr(data, "decode_jpeg", decoder := data.find_jpeg_decoder())
+    assert decoder, "there is none"
     image = Image.fromarray(PICTURE)
     pictures = {"gray.png": (image.convert("L"), {}),
                 "cmyk.JPEG": (image.convert("CMYK"), {}),
@@ -1374,6 +1370,29 @@ def test_jpegs_are_read_without_pillow_and_have_its_pixels(tmp_path, monkeypatch
     monkeypatch.setattr(Image, "open", Mock(side_effect=AssertionError))
     for name, pixels in expected.items():
         assert torch.equal(data.read_image(tmp_path / name), pixels), name
+
+
+def test_without_a_decoder_pillow_reads_jpegs_and_a_line_says_so(photos, monkeypatch, capsys):
+    expected = data.read_image(f"{photos}/train/class_1/0.jpg")
+    monkeypatch.delattr(torchvision.io, "decode_jpeg", raising=False)
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    monkeypatch.setattr(data, "decode_jpeg", data.find_jpeg_decoder())
+    images = data.open_images(photos, "train", 32)
+    assert torch.equal(images[8][0], expected)
+    line, = capsys.readouterr().err.splitlines()
+    assert "Pillow" in line and "TorchCodec" in line
+
+
+def test_only_what_a_bad_file_raises_makes_pillow_read_it(photos, monkeypatch):
+    """A library that warns of its end, say, would make every image slow, and nobody would know."""
+    opened = spy(monkeypatch, Image, "open")
+    path = f"{photos}/train/class_1/0.jpg"
+    monkeypatch.setattr(data, "decode_jpeg", Mock(side_effect=RuntimeError))
+    data.read_image(path)
+    assert len(opened) == 1
+    monkeypatch.setattr(data, "decode_jpeg", Mock(side_effect=DeprecationWarning("it goes")))
+    with pytest.raises(DeprecationWarning, match="it goes"):
+        data.read_image(path)
 
 
 HIDDEN = (".hidden/0.jpg", "a/.0.jpg", "a/__MACOSX/0.jpg", "__MACOSX/0.jpg")
@@ -1417,6 +1436,21 @@ def test_links_are_followed(tmp_path, labels):
                      "c/1.jpg", "d.jpg/0.jpg", "d.jpg/more/1.jpg"]
 
 
+@pytest.mark.parametrize("labels", (True, False))
+def test_a_link_into_a_folder_above_it_is_not_followed(tmp_path, labels):
+    """It would never end."""
+    train = tmp_path / "train"
+    write_images(train, "x/0.jpg", "y/0.jpg")
+    write_images(tmp_path, "elsewhere/in/0.jpg")
+    for link, target in (("x/a", "."), ("x/b", "."), ("x/up", "../.."), ("x/y", "../y"),
+                         ("y/x", "../x"), ("y/out", tmp_path / "elsewhere/in"),
+                         ("../elsewhere/in/out", "..")):
+        (train / link).symlink_to(target)
+    images = data.open_images(str(tmp_path), "train", 32, labels)
+    found = [os.path.relpath(images.path(i), train) for i in range(len(images))]
+    assert found == ["x/0.jpg", "x/y/0.jpg", "x/y/out/0.jpg", "y/0.jpg", "y/out/0.jpg", "y/x/0.jpg"]
+
+
 def test_classes_are_those_of_train(tmp_path):
     write_images(tmp_path, "train/ant/x.png", "train/bee/x.png", "val/bee/x.png",
                  "train/.hidden/x.png", "val/__MACOSX/x.png")
@@ -1432,9 +1466,30 @@ def test_a_folder_without_images_is_one_error_that_names_it(tmp_path, labels):
     write_images(tmp_path, "train/.hidden/x.png")
     (tmp_path / "train" / "ant").mkdir()
     (tmp_path / "train" / "ant" / "notes.txt").write_text("no image")
-    for root in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(common.UserError, match=f"--data {root}: no image in {root}"):
-            data.open_images(str(root), "train", 32, labels)
+    (tmp_path / "x.tar").write_text("")
+    for name, said in (("", f": no image in {tmp_path}"), ("nowhere", ": No such file"),
+                       ("x.tar", " is a file, and no image")):
+        root = str(tmp_path / name).rstrip("/")
+        with pytest.raises(common.UserError, match=f"--data {root}{said}"):
+            data.open_images(root, "train", 32, labels)
+
+
+@pytest.mark.parametrize("labels", (True, False))
+@pytest.mark.parametrize("folder", ("val", "val/b", "val/b/deep"))
+def test_a_folder_that_cannot_be_listed_is_an_error_and_never_empty(tmp_path, monkeypatch, labels,
+                                                                    folder):
+    """Without the class b, k-NN would find all others."""
+    write_images(tmp_path, *(f"{split}/{name}" for split in ("train", "val")
+                             for name in ("a/0.jpg", "b/0.jpg", "b/deep/1.jpg")))
+
+    def scandir(path, scandir=os.scandir):
+        if Path(path) == tmp_path / folder:      # a mode of 000 means nothing to root
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert len(data.open_images(str(tmp_path), "train", 32, labels)) == 3
+    with pytest.raises(common.UserError, match=f"cannot list the folder {tmp_path}/{folder}: Perm"):
+        data.open_images(str(tmp_path), "val", 32, labels)
 
 
 def test_imagenets_archives_as_they_come_are_named_in_the_same_line(tmp_path):
@@ -1451,13 +1506,43 @@ def test_torchvisions_sets_are_found_in_data_or_a_line_downloads_them(tmp_path, 
         line = f"import torchvision; torchvision.datasets.{kind}('data', download=True)"
         with pytest.raises(common.UserError, match=re.escape(f'python -c "{line}"')):
             data.open_images(name, "train", 32)
-    for name, parts in (("cifar10", (True, False)), ("food101", ("train", "test"))):
-        kind = getattr(torchvision.datasets, data.DOWNLOADED[name])
-        monkeypatch.setattr(kind, "__init__", made := Mock(return_value=None))
-        for split in ("train", "val"):
-            data.open_images(name, split, 32)
-        assert made.mock_calls == [call("data", part, transform=TF.pil_to_tensor)
-                                   for part in parts]
+    made = Mock(return_value=None)
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "__init__", made)
+    for split in ("train", "val"):
+        data.open_images("cifar10", split, 32)
+    assert made.mock_calls == [call("data", part, transform=TF.pil_to_tensor)
+                               for part in (True, False)]
+
+
+def test_torn_files_of_torchvisions_sets_are_named(tmp_path, monkeypatch):
+    """And an image of Food-101 is replaced in training, as that of a folder is."""
+    monkeypatch.chdir(tmp_path)
+    kinds = {"train": ["pie/0", "pie/1", "soup/2"], "test": ["soup/3"]}
+    write_images(tmp_path / "data/food-101/images",
+                 *(f"{name}.jpg" for names in kinds.values() for name in names))
+    for split, names in kinds.items():      # of each class, its images
+        classes = {kind: [name for name in names if kind in name] for kind in ("pie", "soup")}
+        write_text(f"data/food-101/meta/{split}.json", json.dumps(classes))
+    train, val = (data.open_images("food101", split, 32) for split in ("train", "val"))
+    assert [train[i][1] for i in range(3)] == [0, 0, 1] and val[0][1] == 1
+    assert torch.equal(train[0][0], torch.from_numpy(PICTURE).permute(2, 0, 1))
+    broken = break_image(tmp_path / "data/food-101/images/pie/0.jpg")
+    with pytest.raises(common.UserError, match="cannot read the image .*food-101/images/pie/0.jpg"):
+        train[0]
+    views = data.TrainViews(train, 32, 7)
+    view = views.view(common.generator("view", 7, 0, 0), *train[1])
+    torch.testing.assert_close(views[0, 0], view, rtol=0, atol=0)
+    broken.unlink()
+    write_text("data/food-101/meta/test.json", "[")
+    write_text("data/cifar-10-batches-py/test_batch", "x")
+    for name in ("food101", "cifar10"):
+        with pytest.raises(common.UserError, match=f"--data {name} is not whole in data/"):
+            data.open_images(name, "val", 32)
+
+
+def write_text(path, text):
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
 
 
 # ---------------------------------------------------------------- broken images, loaders
@@ -1520,6 +1605,16 @@ def test_a_broken_scene_is_replaced_with_its_annotation_in_training_alone(scenes
     torch.testing.assert_close(seen[1, 3], expected[1, 3], rtol=0, atol=0)
     with pytest.raises(common.UserError, match="cannot read the image"):
         segment.EvalScenes(seen.dataset, 32, 11)[3]
+
+
+def test_a_loader_that_the_system_kills_is_one_line_that_names_memory_and_workers(stage, tmp_path):
+    fault = ("step == 2 and [(os.kill(each.pid, signal.SIGKILL), each.join()) for each in "
+             "__import__('multiprocessing').active_children()]")
+    argv = stage("pretrain", "--workers 1 --batch-size 2")
+    code, _, error = finish(start(driver(tmp_path, fault), *argv))
+    assert code == 2 and "Traceback" not in error, error
+    line = error.splitlines()[-1]
+    assert "memory" in line and "--workers" in line and "DataLoader worker (pid" in line
 
 
 @pytest.mark.parametrize("kind", ("shapes", "labels", "photos"))
@@ -1632,8 +1727,18 @@ def test_a_users_error_is_one_line_and_exit_code_2_and_others_are_raised(monkeyp
         common.launch(Mock(side_effect=common.UserError("no such disk")), None)
     assert stop.value.code == 2
     assert capsys.readouterr().err == "pretrain.py: error: no such disk\n"
-    with pytest.raises(ZeroDivisionError):
-        common.launch(Mock(side_effect=ZeroDivisionError), None)
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee ...")
+    with pytest.raises(SystemExit) as stop:
+        common.launch(Mock(side_effect=full), None)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "--micro-batch" in error and "2 GiB" in error
+    assert len(error.splitlines()) == 1
+    with pytest.raises(SystemExit):
+        common.launch(Mock(side_effect=ConnectionResetError("reset by peer")), None)
+    assert "--workers" in (error := capsys.readouterr().err) and "reset by peer" in error
+    for error in (ZeroDivisionError, RuntimeError):
+        with pytest.raises(error):
+            common.launch(Mock(side_effect=error), None)
 
 
 @pytest.mark.parametrize("flag, precision", (
@@ -1675,7 +1780,9 @@ def test_each_purpose_seed_step_rank_and_epoch_has_random_numbers_of_its_own():
 
 @pytest.mark.parametrize("flags, world, expected", (
     ("", 1, (16, 312)), ("", 2, (8, 312)), ("", 4, (4, 312)), ("", 8, (2, 312)),
-    ("--batch-size 514", 2, (257, 2492)), ("--batch-size 510", 2, (1, 2512)),
+    ("--batch-size 510", 2, (1, 2512)), ("--batch-size 640", 1, (4, 2001)),
+    ("--batch-size 514 --micro-batch 1", 2, (257, 2492)), ("--batch-size 320", 1, (2, 4003)),
+    ("--batch-size 1024 --micro-batch 8", 2, (64, 1251)),
     ("--batch-size 30 --micro-batch 5", 3, (2, 42705))))
 def test_any_number_of_processes_has_the_papers_batch_of_4096(flags, world, expected):
     """Micro-batches have 256 images at most, and all the same number."""
@@ -1689,6 +1796,35 @@ def test_a_batch_must_divide_among_processes_and_have_no_more_images_than_there_
     with pytest.raises(common.UserError, match=" ".join(flags.split()[:2])):
         common.divide(pretrain.parse_args(flags.split()), world, 99)
     assert common.divide(pretrain.parse_args(["--batch-size", "99"]), 1, 99) == (1, 1)
+
+
+@pytest.mark.parametrize("batch_size, world, better", (
+    (514, 1, (513, 515)), (514, 2, (512, 516)), (1514, 2, (1512, 1518)), (257, 1, (256, 258)),
+    (4098, 6, (4086, 4104))))
+def test_a_batch_that_divides_into_tiny_micro_batches_is_refused_and_better_ones_are_named(
+        batch_size, world, better):
+    """257 is a prime number: one image at a time would be 257 forward passes a step."""
+    with pytest.raises(common.UserError, match=f"--batch-size {batch_size}: ") as caught:
+        common.divide(pretrain.parse_args(["--batch-size", str(batch_size)]), world, 9999)
+    numbers = set(map(int, re.findall(r"\d+", str(caught.value))))
+    assert set(better) <= numbers
+    for each in better:
+        args = pretrain.parse_args(["--batch-size", str(each)])
+        micro_steps, _ = common.divide(args, world, 9999)
+        assert each / world / micro_steps >= 64
+
+
+@pytest.mark.parametrize("name, flags, fits", (
+    ("ep", "--micro-batch 1", False), ("ep", "--batch-size 1", False),
+    ("ep", "--micro-batch 2", True), ("segment", "--micro-batch 1", False),
+    ("linear", "--micro-batch 1", True)))
+def test_batch_normalization_needs_two_images_at_a_time(stage, capsys, tmp_path, name, flags, fits):
+    argv = stage(name, f"--max-steps 1 {flags}")
+    if fits:
+        play(name, argv)
+    else:
+        assert "--micro-batch 1" in refusal(capsys, name, *argv)
+        assert not (tmp_path / "run").exists()
 
 
 def test_no_weight_decay_on_the_biases_of_experts_and_no_update_of_what_is_frozen():
@@ -2273,7 +2409,6 @@ def test_a_run_stopped_by_a_signal_is_the_run_that_was_never_stopped(
     """It stops at the next line of the log, in the middle of an epoch, and resumes to the bit."""
     _, whole, _ = play(name, stage(name, flags, out="whole"))
     argv = stage(name, flags, out="parts")
-    signal.signal(number, lambda *args: pytest.fail("no run is listening"))
     monkeypatch.setattr(run, "LOG_EVERY", 3)
     with monkeypatch.context() as patch:
         at_step(patch, 1, lambda: signal.raise_signal(number))
@@ -2338,6 +2473,32 @@ def test_a_signal_that_reaches_the_loaders_too_stops_the_run_at_its_next_log_lin
     assert code == 0 and "Traceback" not in error, error
     assert f"stopped by {number.name}" in out
     assert encoders.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 11
+
+
+@pytest.mark.parametrize("fails", (False, True))
+def test_a_signal_is_answered_at_once_and_given_back_when_main_ends(stage, monkeypatch, capfd,
+                                                                    fails):
+    """In a notebook, the next interrupt belongs to somebody else."""
+    heard = []
+    for number in STOP_SIGNALS:
+        before = signal.signal(number, lambda number, frame: heard.append(number))
+        try:
+            def interrupt(number=number):
+                signal.raise_signal(number)
+                said = capfd.readouterr().err
+                assert number.name in said and "next line of the log" in said
+                assert ("second Ctrl-C" in said) == (number == signal.SIGINT)
+                if fails:
+                    raise ZeroDivisionError
+            with monkeypatch.context() as patch:
+                at_step(patch, 1, interrupt)
+                with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+                    train(stage("pretrain", out=number.name))
+            assert not heard
+            signal.raise_signal(number)
+            assert heard.pop() == number
+        finally:
+            signal.signal(number, before)
 
 
 def test_a_second_ctrl_c_leaves_at_once(stage, tmp_path):
@@ -2508,8 +2669,115 @@ def test_other_flags_images_or_stages_are_another_run(capsys, stage, photos, tmp
     error = refusal(capsys, "pretrain", *argv, "--data", str(fewer))
     assert "the number of images was 32, is 31" in error
     error = refusal(capsys, "finetune", *stage("finetune"))
-    assert str(tmp_path / "run") in error and "--experts was 2, is None" in error
+    assert str(tmp_path / "run") in error and "--stage was pretrain, is finetune" in error
     assert_same_bits(before, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
+
+
+@pytest.mark.parametrize("then", ("--lr 0.1", "--detach"))
+def test_a_version_with_other_flags_resumes_where_they_are_at_their_defaults(capsys, stage, then,
+                                                                             monkeypatch, tmp_path):
+    """A flag is added, or taken away, between two versions of the code."""
+    parse = common.parse_run
+
+    def newer(parser, argv):
+        parser.add_argument("--ema", type=float, default=0.0)
+        return parse(parser, argv)
+
+    def trained(patched, *flags):
+        with monkeypatch.context() as patch:
+            if patched:
+                patch.setattr(common, "parse_run", newer)
+            return train([*stage("pretrain"), *flags])[0]["step"]
+    assert trained(False, "--max-steps", "1") == 1
+    assert trained(True, "--max-steps", "2") == 2              # as --ema 0
+    assert trained(False, "--max-steps", "3") == 3
+    record = json.loads((tmp_path / "run" / "args.json").read_text())
+    for old in (record, {name: x for name, x in record.items() if name != "defaults"}):
+        write_text(tmp_path / "run" / "args.json", json.dumps(old))
+        with monkeypatch.context() as patch:
+            patch.setattr(common, "parse_run", newer)
+            error = refusal(capsys, "pretrain", *stage("pretrain", then), "--ema", "0.5")
+        assert "--ema was 0.0, is 0.5" in error and f"{then.split()[0]} was" in error
+    record["args"]["ema"], record["defaults"]["ema"] = 0.5, 0.0      # of the newer version
+    write_text(tmp_path / "run" / "args.json", json.dumps(record))
+    assert "--ema was 0.5, is 0.0" in refusal(capsys, "pretrain", *stage("pretrain"))
+
+
+def test_an_args_json_that_is_empty_and_an_out_that_is_a_file_are_named(capsys, stage, tmp_path):
+    train(stage("pretrain", "--max-steps 1"))
+    for text in ("", "[]", '{"args": 3}'):
+        (tmp_path / "run" / "args.json").write_text(text)
+        assert "run/args.json is damaged" in refusal(capsys, "pretrain", *stage("pretrain"))
+    (tmp_path / "run" / "args.json").unlink()
+    assert train(stage("pretrain"))[0]["step"] == 8
+    (tmp_path / "file").write_text("")
+    for name in ("pretrain", "finetune", "knn"):
+        assert f"--out {tmp_path}/file: " in refusal(capsys, name, *stage(name, out="file"))
+
+
+@pytest.mark.parametrize("cut", (0, 40, None))
+def test_a_log_holds_each_step_once_and_whole_after_a_kill(stage, monkeypatch, tmp_path, cut):
+    """The kill comes after lines that no last.pt knows of, maybe in the middle of one."""
+    monkeypatch.setattr(run, "LOG_EVERY", 1)
+    argv = stage("pretrain")
+    train([*argv, "--max-steps", "2"])
+    last = (tmp_path / "run" / "last.pt").read_bytes()
+    train([*argv, "--max-steps", "5"])
+    (tmp_path / "run" / "last.pt").write_bytes(last)
+    log = (tmp_path / "run" / "log.jsonl")
+    lines = log.read_bytes().splitlines(keepends=True)
+    if cut is not None:
+        log.write_bytes(b"".join(lines[:2 if cut else 4]) + lines[-1][:cut] + b"\0\xff" * (not cut))
+    state, after = train(argv)
+    assert [line["step"] for line in after] == list(range(1, 9)) and state["step"] == 8
+    assert log.read_bytes().splitlines(keepends=True)[:2] == lines[:2]
+
+
+def test_an_empty_name_is_refused_for_its_variable_is_not_set(capsys, stage, monkeypatch):
+    """finetune.py "$CKPT" would train from scratch."""
+    monkeypatch.setenv("IMAGENET", "")
+    assert pretrain.parse_args([]).data == "data/imagenet"
+    _, *flags = stage("finetune")
+    for name, argv in (("finetune", ["", *flags]), ("segment", [""]), ("linear", [""]),
+                       ("knn", ["x.pt", ""]), ("analyze", [""]), ("plot", [""]),
+                       ("pretrain", ["--data", ""]), ("pretrain", ["--teacher="]),
+                       ("pretrain", ["--out", ""])):
+        with pytest.raises(SystemExit) as stop:
+            SCRIPTS[name].parse_args(argv)
+        assert stop.value.code == 2 and "it is empty" in capsys.readouterr().err
+
+
+def test_in_each_path_the_tilde_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    for name, argv, fields in (
+            ("pretrain", ["--data=~/a", "--out=~/a", "--teacher=~/a"], ("data", "out", "teacher")),
+            ("finetune", ["~/a"], ["checkpoint"]), ("segment", ["~/a"], ["checkpoint"]),
+            ("linear", ["~/a"], ["encoder"]), ("knn", ["~/a", "--out=~/a"], ["encoders", "out"]),
+            ("analyze", ["~/a", "--out=~/a"], ["checkpoints", "out"]),
+            ("plot", ["~/a", "--out=~/a"], ["runs", "out"])):
+        args = vars(SCRIPTS[name].parse_args(argv))
+        assert {str(np.ravel(args[field])[0]) for field in fields} == {"/home/me/a"}
+    monkeypatch.setenv("IMAGENET", "~/a")
+    assert pretrain.parse_args([]).data == "/home/me/a"
+    opened = Mock(side_effect=ValueError)
+    monkeypatch.setattr(encoders, "ClipEncoder", opened)
+    with pytest.raises(common.UserError):
+        build_frozen("ViT-B-16/~/a")
+    assert opened.call_args.args[1] == "/home/me/a"
+
+
+@pytest.mark.parametrize("name, words", (
+    ("pretrain", "vit_nano with 2 experts, taught by {teacher}"), ("finetune", "{encoder}"),
+    ("scratch", "vit_nano from scratch"), ("linear", "a linear probe of {encoder}"),
+    ("ep", "a ep probe of {encoder}"), ("segment", "UperNet on {encoder}")))
+def test_the_first_line_of_a_run_says_which_model_it_trains(stage, capsys, tmp_path, teacher,
+                                                            encoder, name, words):
+    scratch = name == "scratch"
+    script = "finetune" if scratch else name
+    play(script, stage(script, "--max-steps 1" + " --model vit_nano --image-size 32 --patch-size 8"
+                       * scratch)[scratch:])
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith(f"{tmp_path}/run: {words.format(teacher=teacher, encoder=encoder)}; ")
 
 
 def test_flags_that_say_where_how_fast_or_how_long_may_change(stage, photos, monkeypatch, tmp_path):
@@ -2565,22 +2833,45 @@ def test_the_best_checkpoint_is_that_of_the_highest_score_also_after_a_restart(
 
 # ------------------------------------------------------------ numbers that are not finite
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_nothing_is_lost(stage, monkeypatch, capsys,
-                                                                    tmp_path):
-    argv = stage("pretrain")
-    good, _ = train([*argv, "--max-steps", "3"])
-    losses_of_steps = itertools.count(4)      # one of those of a line is not finite
+def nan_losses(patch, steps):
+    """Makes the token loss NaN in these steps, counted from 0 over all runs to come."""
+    count = itertools.count()
 
     def token_loss(pred, target, loss=losses.token_loss):
-        return loss(pred, target) * (math.nan if next(losses_of_steps) == 5 else 1)
+        return loss(pred, target) * (math.nan if next(count) in steps else 1)
+    patch.setattr(losses, "token_loss", token_loss)
+
+
+def test_a_step_whose_loss_is_not_finite_is_skipped_and_counted(stage, monkeypatch, capsys):
+    """The log's loss is the mean of the others. Where no update was done, a line says so."""
+    monkeypatch.setattr(run, "LOG_EVERY", 3)
+    _, clean = train(stage("pretrain", "--max-steps 1 --drop-path 0", out="clean"))
+    nan_losses(monkeypatch, (1, 2, 4, 5, 6))      # lines end at steps 3, 4, 6 and 8
+    state, log = train(stage("pretrain", "--drop-path 0"))
+    assert [line["skipped"] for line in log] == [2, 0, 2, 1] and state["step"] == 8
+    assert log[0]["loss"] == pytest.approx(clean[0]["loss"])
+    assert log[2]["loss"] is None and log[3]["loss"] is not None
+    said = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
+    assert len(said) == 1 and said[0].startswith("step 6: all 2 updates")
+    assert run.finite(state)
+
+
+@pytest.mark.parametrize("wrong, ends", (((0, 1, 2, 3), True), ((0, 1, 2), False),
+                                         ((1, 2, 3, 4), False), ((2, 3, 4, 5), True)))
+def test_a_run_ends_after_as_many_losses_in_a_row_that_are_not_finite_as_a_line_has_steps(
+        stage, monkeypatch, capsys, tmp_path, wrong, ends):
+    """And nothing is lost: last.pt is from before, and goes on in another precision."""
+    monkeypatch.setattr(run, "LOG_EVERY", 4)
+    argv = stage("pretrain", "--batch-size 16 --epochs 4")      # lines of two steps, all epochs
     with monkeypatch.context() as patch:
-        patch.setattr(run, "LOG_EVERY", 3)
-        patch.setattr(run.Run, "save", lambda *args: None)      # that of epoch 1
-        patch.setattr(losses, "token_loss", token_loss)
-        error = refusal(capsys, "pretrain", *argv)
-    assert error.startswith("step 6: ")
-    assert json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[-1])["loss"] is None
-    assert_same_bits(good, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
+        nan_losses(patch, wrong)
+        if ends:
+            error = refusal(capsys, "pretrain", *argv)
+            assert error.startswith(f"step {wrong[-1] + 1}: no loss of the last 4 steps")
+        else:
+            assert train(argv)[0]["step"] == 8
+    last = encoders.load_checkpoint(tmp_path / "run" / "last.pt")
+    assert run.finite(last) and last["step"] == (wrong[-1] - 1 if ends else 8)
     assert train([*argv, "--amp", "bf16"])[0]["step"] == 8
 
 
@@ -2670,10 +2961,11 @@ def test_the_log_keeps_no_graph_until_its_next_line(stage, monkeypatch):
 
 
 def test_the_speed_is_that_of_all_processes_together(tmp_path, monkeypatch):
-    args = argparse.Namespace(out=str(tmp_path), save_every=9, max_steps=None, batch_size=12)
+    args = argparse.Namespace(out=str(tmp_path), save_every=9, max_steps=None, batch_size=12,
+                              defaults={})
     process = Mock(rank=0, world=2, device=torch.device("cpu"), sum=lambda values: values)
     monkeypatch.setattr(run, "time", Mock(perf_counter=Mock(return_value=0.0)))
-    one = run.Run(args, process, images=99, steps=9, epoch_steps=5, encoder=None)
+    one = run.Run(args, process, "a model", images=99, steps=9, epoch_steps=5, encoder=None)
     one.claim()
     one.start_clock(2)
     one.log({"loss": torch.ones(()), "skipped": torch.zeros(())})
@@ -3158,6 +3450,23 @@ def test_classes_that_count_from_0_are_read_as_those_that_count_from_1(
     opened = spy(monkeypatch, segment, "Scenes")
     play("segment", stage("segment", "--max-steps 1 --zero-is-class --classes 255"))
     assert [each.args[1:] for each in opened] == [("training", True), ("validation", True)]
+
+
+@pytest.mark.parametrize("turn", (1, 3, 6))
+def test_an_image_that_its_exif_tag_turns_and_not_its_annotation_is_named(stage, scenes, tmp_path,
+                                                                          capsys, turn):
+    """Upside down, it would have wrong labels, and nothing would say so."""
+    root = Path(shutil.copytree(scenes, tmp_path / "scenes"))
+    path = root / "images/training/2.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    Image.open(path).save(path, exif=exif)
+    argv = stage("segment", "--max-steps 2", "--data", str(root))
+    if turn == 1:
+        play("segment", argv)
+    else:
+        error = refusal(capsys, "segment", *argv)
+        assert str(path) in error and f"it is {turn}" in error
 
 
 @pytest.mark.parametrize("content, expected", (
@@ -3733,6 +4042,24 @@ def test_printed_commands_are_ones_that_the_scripts_take(page):
     for script, flags in found:
         if script in STAGES:
             STAGES[script].parse_args(shlex.split(flags))
+
+
+@pytest.mark.parametrize("flags, folder", (
+    ("", "runs/demo"), ("--epochs 8", "runs/demo-epochs-8"), ("--out x/y", "x/y"),
+    ("--epochs 8 --lr 1e-3 --out=x", "x")))
+def test_the_demo_measures_the_run_that_it_trains(tmp_path, flags, folder):
+    """Other flags are another run, which has a folder of its own."""
+    (tmp_path / "python").write_text("#!/bin/sh\necho \"$@\"")
+    (tmp_path / "python").chmod(0o755)
+    code, out = run_command("sh", HERE / "demo.sh", *flags.split(), cwd=tmp_path,
+                            env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert code == 0
+    taught, trained, measured, plotted, analyzed = (
+        STAGES[script].parse_args(argv) for script, *argv in map(str.split, out.splitlines()))
+    assert trained.teacher == measured.encoders[0] == f"{taught.out}/last.pt"
+    assert trained.out == measured.out == plotted.runs[0] == folder
+    for path in (*measured.encoders[1:], *analyzed.checkpoints):
+        assert os.path.dirname(path) == folder
 
 
 @pytest.mark.parametrize("page", PAGES)
