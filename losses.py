@@ -177,7 +177,8 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     if dense:      # masked patches have the token loss
         patch_targets, selected = targets[:, 1:], masked
     else:          # visible patches have it, and the student sees no others
-        patch_targets = targets[:, 1:].take_along_dim(pred.ids_keep[..., None], dim=1)
+        ids = pred.ids_keep[..., None].expand(-1, -1, targets.shape[2])
+        patch_targets = targets[:, 1:].gather(1, ids)
         selected = torch.ones_like(patch_targets[..., 0])
     blocks = list(pred.routing)[-1:] if loss_block is None else loss_block
     routing = {}

@@ -262,8 +262,9 @@ class ViT(nn.Module):
         patches = F.pixel_unshuffle(images, self.patch_size).flatten(2).transpose(1, 2)
         positions = self.pos_embed[:, 1:]
         if ids_keep is not None:      # nothing is ever computed of the other patches
-            patches = patches.take_along_dim(ids_keep[..., None], dim=1)
-            positions = positions[0, ids_keep]                                   # [B, V, D]
+            patches = patches.gather(1, ids_keep[..., None].expand(-1, -1, patches.shape[2]))
+            # not by indexing, whose backward pass adds in an order that changes from run to run
+            positions = F.embedding(ids_keep, positions[0])                      # [B, V, D]
         proj = self.patch_embed.proj      # a convolution without overlap is a linear layer
         x = F.linear(patches, proj.weight.flatten(1), proj.bias)                 # [B, N or V, D]
         if mask is not None:
