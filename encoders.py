@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import UserError, note
-from model import IMAGENET_MEAN, IMAGENET_STD, ViT, normalize
+from model import IMAGENET_MEAN, IMAGENET_STD, Attention, ViT, normalize
 
 # -------------------------------------------------------------------------- from a file
 
@@ -261,7 +261,7 @@ class CheckpointEncoder(FrozenEncoder):
         return self.encoder(images)[0]
 
 
-class PatchEmbed(nn.Module):
+class ClipPatchEmbed(nn.Module):
     """CLIP's convolution, which has no overlap and no bias, as the linear layer that it is: on an
     H200, all of pretraining becomes 3 % faster.
     """
@@ -273,8 +273,22 @@ class PatchEmbed(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """images [B, 3, S, S] -> [B, D, grid, grid]"""
-        patches = F.pixel_unshuffle(images, self.patch_size).permute(0, 2, 3, 1)
+        patches = F.pixel_unshuffle(images, self.patch_size).permute(0, 2, 3, 1).contiguous()
         return F.linear(patches, self.weight.flatten(1)).permute(0, 3, 1, 2)
+
+
+class ClipAttention(Attention):
+    """CLIP's nn.MultiheadAttention with the attention of our ViT, which torch.compile turns into
+    fewer copies of queries, keys and values.
+    """
+
+    def __init__(self, theirs: nn.MultiheadAttention):
+        super().__init__(theirs.embed_dim, theirs.num_heads)
+        self.qkv.weight, self.qkv.bias = theirs.in_proj_weight, theirs.in_proj_bias
+        self.proj = theirs.out_proj
+
+    def forward(self, x: Tensor, *_, **__) -> tuple[Tensor]:      # keys and values are x again
+        return super().forward(x),
 
 
 class ClipEncoder(FrozenEncoder):
@@ -311,7 +325,10 @@ class ClipEncoder(FrozenEncoder):
         normalization = visual.preprocess_cfg
         super().__init__(size, visual.conv1.out_channels, normalization["mean"],
                          normalization["std"])
-        visual.conv1 = PatchEmbed(visual.conv1)
+        visual.conv1 = ClipPatchEmbed(visual.conv1)
+        for block in visual.transformer.resblocks:
+            if type(block.attn) is nn.MultiheadAttention and block.attn.batch_first:
+                block.attn = ClipAttention(block.attn)
         self.visual = visual
 
     def tokens(self, images: Tensor) -> Tensor:

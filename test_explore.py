@@ -89,6 +89,14 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def two_threads():
+    """PyTorch computes with two threads: what they add together may come in any order."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory):
     """ImageNet's layout: 4 classes of 8 training and 4 validation JPEGs of different sizes."""
@@ -1112,6 +1120,8 @@ def test_a_clip_teacher_is_open_clips_forward_with_quick_gelu_if_the_name_says_s
     path, images, expected = quick_gelu
     quick, normal = f"small-16-quickgelu/{path}", f"small-16/{path}"
     teacher = build_frozen(quick)
+    assert {type(block.attn) for block in teacher.visual.transformer.resblocks} == {
+        encoders.ClipAttention}
     assert teacher(images).shape == (2, 17, 64) and teacher.dim == 64 and teacher.image_size == 64
     assert torch.allclose(pooled(teacher, images), expected, atol=1e-4)
     assert not torch.allclose(pooled(build_frozen(normal), images), expected, atol=1e-2)
@@ -2419,6 +2429,24 @@ def test_a_run_stopped_by_a_signal_is_the_run_that_was_never_stopped(
     assert parts["step"] == log[-1]["step"] == 8
     for part in whole.keys() & {"model", "optimizer", "scaler", "balance"}:
         torch.testing.assert_close(whole[part], parts[part], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("encoding", ("sparse", "dense"))
+def test_two_threads_add_gradients_in_the_same_order_every_time(two_threads, encoding):
+    """Else a run that resumes would not be the run that was never stopped."""
+    student = small_student(nano(image_size=64, patch_size=4, experts=2, depth=2), 60,
+                            dense=encoding == "dense", pixels=True)
+    images, targets = torch.rand(16, 3, 64, 64), torch.randn(16, 257, 60)
+    mask = torch.stack([torch.randperm(256) < 102 for _ in range(16)])
+    gradients = []
+    for _ in range(4):
+        student.zero_grad()
+        values, regularizer, _ = losses.explore_losses(
+            student(images, mask), targets, images, mask, objectives=ALL)
+        (values.sum() + regularizer).backward()
+        gradients.append([p.grad.clone() for p in student.parameters() if p.grad is not None])
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], rtol=0, atol=0)
 
 
 def test_a_complete_run_stays_as_it_is(stage, monkeypatch, tmp_path, capsys):
