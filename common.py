@@ -7,6 +7,8 @@ import itertools
 import math
 import os
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 from model import decays
 
@@ -29,16 +32,47 @@ def note(line: str):
         print(line, file=sys.stderr, flush=True)
 
 
+tqdm.monitor_interval = 0      # no thread of progress bars: loaders are forked, threads are not
+
+
+def progress_bar(*args, **kwargs) -> tqdm:
+    """tqdm's, which is drawn once a minute where it goes into a file."""
+    return tqdm(*args, mininterval=0.1 if sys.stderr.isatty() else 60, **kwargs)
+
+
 def make_folder(folder: str | Path):
-    """Makes a folder for results, if it is not there. Raises UserError."""
+    """Makes a folder for results, if it is not there. Raises UserError if it cannot be written."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"--out {folder}: {error.strerror}") from error
 
 
+class Output:
+    """Standard output or error, whose reader may leave: Ctrl-C ends `tee` in a pipe, and the run
+    still has to save.
+    """
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            written = self.stream.write(text)
+            self.stream.flush()
+            return written
+        except BrokenPipeError:      # from now on, into nothing
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            return len(text)
+
+
 def launch(main, args: argparse.Namespace):
     """Calls `main(args)` as a program."""
+    sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
     try:
         main(args)
         said = None
@@ -47,10 +81,15 @@ def launch(main, args: argparse.Namespace):
     except torch.OutOfMemoryError as error:
         said = f"a smaller --micro-batch or --batch-size needs less memory: {error}".splitlines()[0]
     except (RuntimeError, ConnectionError, EOFError) as error:      # the last two: half of a batch
-        if isinstance(error, RuntimeError) and "DataLoader worker (pid" not in str(error):
+        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            traceback.print_exc()
+            said = "torch.compile failed; --no-compile does without it"
+        elif isinstance(error, RuntimeError) and "DataLoader worker (pid" not in str(error):
             raise
-        said = ("a loader was killed, as happens when memory or /dev/shm is full; fewer --workers "
-                f"need less ({type(error).__name__}: {error})").splitlines()[0]
+        else:
+            said = ("a loader was killed, as happens when memory or /dev/shm is full (Docker: "
+                    "--shm-size); fewer --workers need less "
+                    f"({type(error).__name__}: {error})").splitlines()[0]
     if said:
         print(f"{Path(sys.argv[0]).name}: error: {said}", file=sys.stderr)
         sys.exit(2)
@@ -205,9 +244,14 @@ class Process:
         cuda = torch.cuda.is_available()
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+        if cuda and local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"process {local_rank} of this machine sees {torch.cuda.device_count()} GPUs: start"
+                " one process for each, and let it see all of them (Slurm: --gpus-per-node)")
         if cuda:
             torch.cuda.set_device(self.device)
         if self.world > 1 and not dist.is_initialized():
+            note("{WORLD_SIZE} processes meet at {MASTER_ADDR}:{MASTER_PORT}".format(**os.environ))
             dist.init_process_group("nccl" if cuda else "gloo")
 
         amp = args.amp if cuda or args.amp != "fp16" else "off"

@@ -9,9 +9,11 @@ import contextlib
 import functools
 import io
 import math
+import mimetypes
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -23,15 +25,14 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import CIFAR10, Food101
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import functional as TF
-from tqdm import tqdm
 
-from common import Process, UserError, generator, note
+from common import Process, UserError, generator, note, progress_bar
 from model import count_masked
 from shapes import Shapes
 
-tqdm.monitor_interval = 0      # no thread of progress bars: loaders are forked, threads are not
 BICUBIC = TF.InterpolationMode.BICUBIC
 DRAWN = ("shapes", "shapes-noise")
+ENDINGS = (*IMG_EXTENSIONS, ".avif", ".gif", ".jfif", ".jpe", ".jp2")
 DOWNLOADED = {"cifar10": "CIFAR10", "food101": "Food101"}      # torchvision's names
 
 
@@ -74,7 +75,10 @@ def read_image(path: str | os.PathLike) -> Tensor:
         with Image.open(path) as picture:
             if picture.mode[0] in "IF":      # 16 or 32 bits, which Pillow would turn white
                 raise ValueError(f"mode {picture.mode}, expected 8 bits a channel")
-            return TF.pil_to_tensor(ImageOps.exif_transpose(picture).convert("RGB"))
+            upright = picture
+            with contextlib.suppress(Exception):      # a broken tag, beside pixels that are not
+                upright = ImageOps.exif_transpose(picture)
+            return TF.pil_to_tensor(upright.convert("RGB"))
     except Exception as error:      # Pillow raises many kinds for broken files
         raise UserError(f"cannot read the image {path} ({type(error).__name__}: {error})"
                         ) from error
@@ -83,9 +87,10 @@ def read_image(path: str | os.PathLike) -> Tensor:
 def first_readable(dataset: Dataset, index: int) -> tuple[int, Tensor, int]:
     """The image at `index` or, if it cannot be read, the next one -> (index, image, label)
 
-    With this, a broken file does not end a run of days. Raises UserError if all are broken.
+    With this, a broken file does not end a run of days. Raises UserError if a hundred in a row are
+    broken, or all: then the disk is gone.
     """
-    for place in range(index, index + len(dataset)):
+    for place in range(index, index + min(len(dataset), 100)):
         place %= len(dataset)
         try:
             return place, *dataset[place]
@@ -120,15 +125,27 @@ def walk(folder: str):
                    for above in (here, *Path(here).parents))
 
     for here, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
-        folders[:] = sorted(name for name in folders if name[0] != "." and name != "__MACOSX"
-                            and not leads_up(here, name))
+        # the two names are of previews, by macOS and by a disk station
+        folders[:] = sorted(name for name in folders if name[0] != "."
+                            and name not in ("__MACOSX", "@eaDir") and not leads_up(here, name))
         yield here, folders, sorted(name for name in names if name[0] != ".")
 
 
 def list_images(folder: str) -> list[str]:
     """The paths of the images in a folder, and then those in the folders inside it."""
-    return [os.path.join(here, name) for here, _, names in walk(folder) for name in names
-            if name.lower().endswith(IMG_EXTENSIONS)]
+    paths, others = [], set()
+    for here, folders, names in walk(folder):
+        if {"train", "val"} <= set(folders):
+            note(f"{here} has train/ and val/, and the images of both count: --data {here} takes "
+                 "those of train/ alone")
+        for name in names:
+            if name.lower().endswith(ENDINGS):
+                paths.append(os.path.join(here, name))
+            elif "image/" in str(mimetypes.guess_type(name)[0]):
+                others.add(os.path.splitext(name)[1])
+    if others:
+        note(f"{folder}: images of these kinds are not read: {', '.join(sorted(others))}")
+    return paths
 
 
 class Photos(Dataset):
@@ -191,6 +208,9 @@ class Folder(Photos):
             if any(name.lower().endswith(ending) for name in names):
                 missing += f", but {kind}"
         super().__init__(folder, missing, self.classes)
+        if len(self.classes) == 1:
+            raise UserError(f"--data {root}: {train} has one folder, {self.classes[0]}, and so one "
+                            "class; are the classes inside it?")
 
 
 def open_images(data: str, split: str, image_size: int, labels: bool = True) -> Dataset:
@@ -198,6 +218,8 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
 
     Without `labels`, any folder of images will do.
     """
+    if data in (*DRAWN, *DOWNLOADED) and os.path.isdir(data):
+        note(f"--data {data} is the set of that name; --data ./{data} is the folder")
     if data in DRAWN:
         return Shapes(split, image_size, noise=data == "shapes-noise")
     if data in DOWNLOADED:
@@ -353,7 +375,11 @@ def train_order(count: int, batch_size: int, micro_batch: int, seed: int, first:
 
 
 def load(views: Dataset, order, process: Process, workers: int):
-    """Yields `order`'s batches of `views` on the device of `process`."""
+    """Yields `order`'s batches of `views` on the device of `process`. Raises UserError."""
+    temporary = tempfile.gettempdir()
+    if workers and len(os.fsencode(temporary)) > 70:      # or they wait for each other for good
+        raise UserError(f"the name of the temporary folder {temporary} is too long for the sockets "
+                        "of loaders: export TMPDIR=/tmp, or give --workers 0")
     # the loader draws a seed when it starts: from a generator of its own, because drawing from the
     # global one would change the drop path of the step
     loader = DataLoader(
@@ -379,8 +405,8 @@ def train_batches(views: Dataset, args, process: Process, micro_steps: int, firs
 def eval_batches(views: Dataset, batch_size: int, args, process: Process, what: str = "val"):
     """Yields this process's batches of `views`, in order: every w-th batch of w processes."""
     batches = torch.arange(len(views)).split(batch_size)[process.rank::process.world]
-    order = tqdm([batch.tolist() for batch in batches], what, leave=False,
-                 disable=process.rank > 0)
+    order = progress_bar([batch.tolist() for batch in batches], what, leave=False,
+                         disable=process.rank > 0)
     return load(views, order, process, args.workers)
 
 

@@ -8,6 +8,8 @@ of open_clip and timm by name, with their own mean and std.
 """
 
 import argparse
+import contextlib
+import json
 import math
 import os
 import pathlib
@@ -67,6 +69,8 @@ def read_file(path: str | Path) -> dict:
                              f"ViT-B-16-quickgelu/{path}")
         with torch.serialization.safe_globals(harmless()):
             return torch.load(path, map_location="cpu", weights_only=True)
+    except IsADirectoryError as error:
+        raise UserError(f"{path} is a folder; give a file in it, such as {path}/last.pt") from error
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or one_line(error)}") from error
     except Exception as error:      # another format, a file cut short, code: each has its own
@@ -102,7 +106,8 @@ def load_checkpoint(path: str | Path) -> dict:
     file = read_file(path)
     try:
         if not {"model", "encoder", "args"} <= file.keys():
-            file = convert(find_encoder(file, path))
+            file = convert(*find_encoder(file, path))
+            compare_normalization(path)
         if not isinstance(file["encoder"], dict):
             raise ValueError("a probe's head, without its encoder")
     except Exception as error:      # whatever the file holds instead
@@ -111,9 +116,18 @@ def load_checkpoint(path: str | Path) -> dict:
     return file | {"path": str(path)}
 
 
-def find_encoder(file: dict, path: str | Path) -> dict[str, Tensor]:
-    """The state dict of a ViT in another repository's file, whose names are those of timm or of the
-    authors' release. If there are several, a line says which it is. Raises ValueError.
+def compare_normalization(path: str | Path):
+    """Prints a line if the config.json beside a file of timm's says that it is not ImageNet's."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):      # there is none
+        mean = json.loads(Path(path).with_name("config.json").read_text())["pretrained_cfg"]["mean"]
+        if tuple(mean) != IMAGENET_MEAN:
+            note(f"{path}: its config.json has the mean {tuple(mean)}, and it gets ImageNet's; as "
+                 f"a frozen encoder, timm/local-dir:{Path(path).parent} has its own")
+
+
+def find_encoder(file: dict, path: str | Path) -> tuple[str, dict[str, Tensor]]:
+    """A ViT in another repository's file -> (prefix, state dict without it, in the names of timm or
+    of the authors' release). If there are several, a line says which it is. Raises ValueError.
     """
     states = {name: file[name] for name in STATE_DICTS if isinstance(file.get(name), dict)}
     states = states or {"": file}
@@ -131,8 +145,8 @@ def find_encoder(file: dict, path: str | Path) -> dict[str, Tensor]:
     if len(found) > 1:
         names = {each: " ".join(filter(None, each)) for each in found}
         note(f"{path}: takes {names[place, prefix]} of its encoders {', '.join(names.values())}")
-    return {name.removeprefix(prefix): x for name, x in states[place].items()
-            if name.startswith(prefix) and isinstance(x, Tensor)}
+    return prefix, {name.removeprefix(prefix): x for name, x in states[place].items()
+                    if name.startswith(prefix) and isinstance(x, Tensor)}
 
 
 def missing(name: str, state: dict) -> str:
@@ -140,7 +154,7 @@ def missing(name: str, state: dict) -> str:
     return f"no tensor {name!r} among {len(names)}" + (f", such as {names[0]!r}" if names else "")
 
 
-def convert(state: dict[str, Tensor]) -> dict:
+def convert(prefix: str, state: dict[str, Tensor]) -> dict:
     """Converts other people's ViT weights to the form of our checkpoints. Raises ValueError.
 
     Heads and decoders are dropped. Other tensors that our encoder has no place for, such as
@@ -158,6 +172,8 @@ def convert(state: dict[str, Tensor]) -> dict:
     if dim % 64:
         raise ValueError(f"nothing says how many attention heads a width of {dim} has")
     heads = 16 if dim == 1280 else dim // 64      # ViT-H; weights have the same shapes for any
+    if dim == 384 and ("base_encoder." in prefix or "momentum_encoder." in prefix):
+        heads = 12      # MoCo v3's ViT-S
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
     moe_blocks = [i for i in range(depth) if f"blocks.{i}.mlp.phi" in state]
     experts = state[f"blocks.{moe_blocks[0]}.mlp.phi"].numel() // dim if moe_blocks else 0

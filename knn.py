@@ -109,16 +109,16 @@ def main(args) -> list[float]:
             raise UserError(f"-k {args.k}: {args.data} has only {len(train)} training images")
         if args.compile:
             encoder.compile()
+        common.make_folder(out)      # before the work, not after it
         results[name] = accuracy(name, encoder, train, val, args, process)
         if process.rank == 0:
             row = {"encoder": name, "step": getattr(encoder, "step", None),
                    "epoch": getattr(encoder, "epoch", None), "data": args.data,
                    "pool": args.pool, "k": args.k, "temperature": args.temperature,
                    "top1": results[name]}
-            common.make_folder(out)
+            print(f"{results[name]:6.2f}%  {name}", flush=True)
             with open(out / "knn.jsonl", "a") as log:
                 log.write(json.dumps(row) + "\n")
-            print(f"{results[name]:6.2f}%  {name}", flush=True)
     return list(results.values())
 
 

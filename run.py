@@ -85,6 +85,8 @@ class Run:
                     if name != "scaler" or state["amp"] == str(self.process.amp):
                         part.load_state_dict(state[name])
                 first, self.best = state["step"], state["best"]
+            except OSError as error:
+                raise UserError(f"{last}: {error.strerror}") from error
             except Exception as error:      # each kind of damage has its own
                 raise UserError(f"cannot resume from {last}, which is damaged or of another kind "
                                 f"({type(error).__name__})") from error
@@ -93,6 +95,7 @@ class Run:
             raise UserError(f"not all processes see the same {last}")
         if self.process.rank == 0:
             self.trim_log(first)
+            self.compare_ages(last)
         self.say(f"{self.folder}: {self.model_name}; {self.images} images, {self.epoch_steps} "
                  f"steps an epoch, {self.process.world} x {self.process.device.type} in "
                  f"{self.process.amp or torch.float32}, from step {first} of {self.total}")
@@ -155,12 +158,21 @@ class Run:
             break
         self.log_file.truncate(whole)
 
+    def compare_ages(self, last: Path):
+        """Prints a line if the model that a run starts from, or its teacher, has changed since."""
+        files = (vars(self.args).get(name) for name in ("checkpoint", "encoder", "teacher"))
+        for file in filter(None, files):
+            if last.exists() and os.path.isfile(file) and (
+                    os.path.getmtime(file) > last.stat().st_mtime):
+                common.note(f"{file} is newer than {last}: if it is another model now, give "
+                            "another --out")
+
     # ------------------------------------------------------------------------- the loop
 
     @contextlib.contextmanager
     def listening(self):
-        """Within this context, SIGINT, SIGTERM and SIGUSR1 ask the run to stop at its next line of
-        the log.
+        """Within this context, signals ask the run to stop at its next line of the log: Ctrl-C's,
+        Slurm's, and that of a terminal that is closed, unless nohup ignores it.
         """
         def ask(number: int, frame):
             self.signal = number
@@ -170,9 +182,12 @@ class Run:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 line += "; a second Ctrl-C leaves at once, without saving"
             if self.process.rank == 0:      # not by print, which the signal may have interrupted
-                os.write(2, f"\n{line}\n".encode())
-        before = {number: signal.signal(number, ask)
-                  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+                with contextlib.suppress(OSError):
+                    os.write(2, f"\n{line}\n".encode())
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, ask) for number in numbers}
         try:
             yield
         finally:
@@ -181,8 +196,8 @@ class Run:
 
     def steps(self, first: int):
         """Yields the steps to do, with a progress bar."""
-        with tqdm(range(first, self.stop_step), self.args.stage, self.stop_step, initial=first,
-                  unit="step", disable=self.process.rank > 0) as bar:
+        with common.progress_bar(range(first, self.stop_step), self.args.stage, self.stop_step,
+                                 initial=first, unit="step", disable=self.process.rank > 0) as bar:
             for step in bar:
                 yield step
                 if self.line:
@@ -267,8 +282,8 @@ class Run:
                      "skipped, because their gradients were not finite")
         self.lost = 0 if math.isfinite(self.line["loss"]) else self.lost + steps
         if self.lost >= LOG_EVERY:
-            raise UserError(f"step {done}: no loss of the last {self.lost} steps is finite; a "
-                            "lower --lr, --amp bf16 or a smaller --clip-grad may help")
+            raise UserError(f"step {done}: no loss of the last {self.lost} steps is finite; --amp "
+                            "bf16 may help, or another run with a lower --lr or --clip-grad")
         return asked.item() > 0
 
     def keep_best(self, done: int, scores: dict[str, float]) -> dict[str, float]:

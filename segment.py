@@ -71,6 +71,9 @@ class Scenes(data.Photos):
         self.annotations = [Path(root, "annotations", split, name).with_suffix(".png")
                             for name in names]
         self.zero_is_class = zero_is_class
+        if missing := [file for file in self.annotations if not file.is_file()]:
+            raise UserError(f"--data {root}: no annotation {missing[0]}, and {len(missing)} of "
+                            f"{len(self)} images of {split} have none")
 
     def annotation(self, index: int) -> Tensor:
         turn = Image.open(self.path(index)).getexif().get(0x0112, 1)

@@ -66,7 +66,7 @@ from encoders import build_frozen
 from experiments import control, results
 from shapes import Shapes
 
-STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 for number in STOP_SIGNALS:        # nohup and a script's background jobs ignore some
     if signal.getsignal(number) == signal.SIG_IGN:
         handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -1000,11 +1000,34 @@ class Stages:
     """A class that PyTorch does not know."""
 
 
+@pytest.mark.parametrize("names, heads", (("module base_encoder", 12), ("backbone", 6)))
+def test_moco_v3s_vit_small_has_12_heads_and_that_of_others_6(tmp_path, names, heads):
+    """Nothing in a file says it, and weights have the same shapes for any number."""
+    vit = timm_vit(embed_dim=384, num_heads=heads)
+    torch.save({"state_dict": wrapped(vit, *names.split())}, tmp_path / "x.pt")
+    encoder = encoders.load_encoder(tmp_path / "x.pt").eval()
+    images = torch.rand(1, 3, 32, 32)
+    assert torch.allclose(encoder(images)[0], vit.forward_features(images), atol=1e-5)
+
+
+@pytest.mark.parametrize("name, said", (
+    ("vit_tiny_patch16_224.augreg_in21k", "has the mean (0.5, 0.5, 0.5)"),
+    ("deit_tiny_patch16_224", None)))
+def test_a_config_beside_a_file_of_timms_that_has_another_mean_is_said(tmp_path, capsys, name,
+                                                                       said):
+    import timm
+    timm.models.save_for_hf(timm.create_model(name, depth=1, num_classes=0), tmp_path,
+                            safe_serialization=True)
+    encoders.load_encoder(tmp_path / "model.safetensors")
+    line = capsys.readouterr().err
+    assert (f"timm/local-dir:{tmp_path} has its own" in line and said in line) if said else not line
+
+
 BIAS = "blocks.3.norm1.bias"
 
 
 @pytest.mark.parametrize("content, expected", (
-    (lambda vit: None, "No such file"),
+    (lambda vit: None, "No such file"), (Path, "such as {path}/last.pt"),
     (lambda vit: [1, 2], "neither an ExPLoRe checkpoint"),
     (lambda vit: {"weight": torch.zeros(1)},
      "no tensor 'patch_embed.proj.weight' among 1, such as 'weight'"),
@@ -1020,13 +1043,15 @@ BIAS = "blocks.3.norm1.bias"
 def test_a_file_that_does_not_load_is_named_with_the_reason(tmp_path, content, expected):
     """Registers, or a position less, would silently give other features."""
     path = tmp_path / "x.pt"
-    content = content(nano(dim=192).state_dict())
-    if content is not None:
+    if content is Path:
+        path.mkdir()
+    elif (content := content(nano(dim=192).state_dict())) is not None:
         torch.save(content, path)
     with pytest.raises(common.UserError) as caught:
         encoders.load_encoder(path)
     error = str(caught.value)
-    assert error.startswith(f"{path}: ") and expected in error and len(error.splitlines()) == 1
+    assert error.startswith(str(path)) and expected.format(path=path) in error
+    assert len(error.splitlines()) == 1
 
 
 def test_code_in_a_file_never_runs(tmp_path, monkeypatch):
@@ -1350,6 +1375,12 @@ def test_pngs_are_upright(tmp_path, turn):
     assert torch.equal(data.read_image(tmp_path / "x.png"), TF.pil_to_tensor(upright))
 
 
+def test_a_broken_exif_tag_is_no_broken_image(tmp_path):
+    Image.fromarray(PICTURE).save(tmp_path / "x.png", exif=b"Exif\0\0no TIFF")
+    image = data.read_image(tmp_path / "x.png")
+    assert torch.equal(image, torch.from_numpy(PICTURE).permute(2, 0, 1))
+
+
 def test_16_bits_are_refused_for_they_would_become_white(tmp_path):
     Image.fromarray(PICTURE[..., 0].astype(np.uint16) * 257).save(tmp_path / "x.png")
     with pytest.raises(common.UserError, match="x.png .ValueError: mode I;16"):
@@ -1502,6 +1533,30 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_never_empty(tmp_path, mo
         data.open_images(str(tmp_path), "val", 32, labels)
 
 
+def test_a_set_with_one_class_has_its_classes_one_folder_further_inside(tmp_path):
+    """k-NN, probes and finetuning would have 100 %."""
+    write_images(tmp_path, *(f"{split}/images/{name}/0.jpg" for split in ("train", "val")
+                             for name in "ab"))
+    with pytest.raises(common.UserError, match=f"{tmp_path}/train has one folder, images"):
+        data.open_images(str(tmp_path), "train", 32)
+    assert len(data.open_images(str(tmp_path), "train", 32, labels=False)) == 2
+
+
+def test_what_may_not_be_meant_is_said(tmp_path, monkeypatch, capsys):
+    """Kinds of images that are not read, the images of val/, a folder with the name of a set."""
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "shapes", "in/train/0.jfif", "in/val/0.gif", "in/val/@eaDir/0.jpg",
+                 "in/val/1.AVIF", "in/val/0.HEIC", "in/val/x.svg", "in/val/notes.txt")
+    assert len(data.open_images("shapes", "train", 32)) == 4096
+    assert capsys.readouterr().err.startswith("--data shapes is the set of that name")
+    assert len(data.open_images("./shapes", "train", 32, labels=False)) == 3
+    nested, kinds = capsys.readouterr().err.splitlines()
+    assert nested.startswith("./shapes/in has train/ and val/") and "--data ./shapes/in" in nested
+    assert kinds.endswith(": .HEIC, .svg")
+    assert len(data.open_images("shapes/in", "train", 32, labels=False)) == 1
+    assert not capsys.readouterr().err
+
+
 def test_imagenets_archives_as_they_come_are_named_in_the_same_line(tmp_path):
     write_images(tmp_path, "train/ant/x.png", "val/ILSVRC2012_val_00000001.JPEG", "b/train/x.png")
     (tmp_path / "b" / "train" / "n01440764.tar").write_text("")
@@ -1592,6 +1647,20 @@ def test_a_training_without_any_good_image_ends_with_an_error(tmp_path):
         data.first_readable(images, 1)      # after all the others
 
 
+def test_a_hundred_broken_images_in_a_row_are_a_disk_that_is_gone(capsys):
+    class Gone(Shapes):
+        def __getitem__(self, index):
+            if index in self.there:
+                return super().__getitem__(index)
+            raise common.UserError(f"cannot read the image {index}")
+    gone = Gone("train", 8)
+    gone.there = {50 + 99}
+    assert data.first_readable(gone, 50)[0] == 149
+    with pytest.raises(common.UserError, match="cannot read the image 148"):
+        data.first_readable(gone, 49)
+    assert len(capsys.readouterr().err.splitlines()) == 100      # each once
+
+
 @pytest.mark.parametrize("workers", (0, 1))
 def test_a_broken_image_ends_an_evaluation_with_one_line(photos, tmp_path, monkeypatch, workers):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
@@ -1627,6 +1696,17 @@ def test_a_loader_that_the_system_kills_is_one_line_that_names_memory_and_worker
     assert "memory" in line and "--workers" in line and "DataLoader worker (pid" in line
 
 
+@pytest.mark.parametrize("length, fits", ((70, True), (71, False)))
+def test_a_temporary_folder_with_a_long_name_is_refused_for_its_sockets(monkeypatch, length, fits):
+    """A socket's name has 108 bytes at most, and loaders would wait for each other for good."""
+    monkeypatch.setattr(data.tempfile, "gettempdir", lambda: "/" + "t" * (length - 1))
+    monkeypatch.setattr(data, "DataLoader", lambda *args, **kwargs: [{"label": torch.ones(1)}])
+    for workers in (0, 1):
+        batches = data.load([1, 2], [[0, 1]], loading(0)[1], workers)
+        with contextlib.nullcontext() if fits or not workers else pytest.raises(common.UserError):
+            assert list(batches) == [{"label": torch.ones(1)}]
+
+
 @pytest.mark.parametrize("kind", ("shapes", "labels", "photos"))
 def test_loaders_can_be_new_processes(photos, kind):
     """Python 3.14 and macOS do not fork: views travel to loaders as pickles."""
@@ -1641,8 +1721,10 @@ def test_loaders_can_be_new_processes(photos, kind):
 def test_loaders_leave_the_group_of_the_run_and_ignore_sigusr1(monkeypatch):
     """SIGINT and SIGTERM reach the group, and Slurm sends SIGUSR1 to all processes."""
     monkeypatch.setattr(os, "setpgrp", Mock())
+    monkeypatch.setattr(signal, "signal", Mock())
     data.shield(0)
-    assert os.setpgrp.called and signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    assert os.setpgrp.called
+    assert signal.signal.mock_calls == [call(signal.SIGUSR1, signal.SIG_IGN)]
 
 
 # --------------------------------------------------------------------------------- views
@@ -1746,6 +1828,11 @@ def test_a_users_error_is_one_line_and_exit_code_2_and_others_are_raised(monkeyp
     with pytest.raises(SystemExit):
         common.launch(Mock(side_effect=ConnectionResetError("reset by peer")), None)
     assert "--workers" in (error := capsys.readouterr().err) and "reset by peer" in error
+    compiling = torch._dynamo.exc.TorchRuntimeError("Failed to find C compiler")
+    with pytest.raises(SystemExit):
+        common.launch(Mock(side_effect=compiling), None)
+    *_, why, advice = capsys.readouterr().err.splitlines()
+    assert "C compiler" in why and "--no-compile" in advice
     for error in (ZeroDivisionError, RuntimeError):
         with pytest.raises(error):
             common.launch(Mock(side_effect=error), None)
@@ -1952,6 +2039,7 @@ def test_gradients_of_several_processes_stay_views_of_their_buckets(monkeypatch)
 
 def test_a_process_takes_the_gpu_of_its_rank_on_its_machine(monkeypatch):
     chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     for name, value in dict(RANK="5", LOCAL_RANK="1").items():
@@ -1959,6 +2047,9 @@ def test_a_process_takes_the_gpu_of_its_rank_on_its_machine(monkeypatch):
     process = common.Process(argparse.Namespace(amp="fp16"))
     assert chosen == [process.device] == [torch.device("cuda", 1)]
     assert process.rank == 5 and process.amp == torch.float16
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(common.UserError, match="process 2 of this machine sees 2 GPUs"):
+        common.Process(argparse.Namespace(amp="fp16"))
     assert process.scaler.get_scale() == 2 ** 16 and process.scaler.get_growth_factor() == 2
 
 
@@ -2529,6 +2620,37 @@ def test_a_signal_is_answered_at_once_and_given_back_when_main_ends(stage, monke
             signal.signal(number, before)
 
 
+def test_what_nohup_ignores_stays_ignored(stage, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        at_step(monkeypatch, 1, lambda: signal.raise_signal(signal.SIGHUP))
+        assert train(stage("pretrain"))[0]["step"] == 8
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("name", ("pretrain", "finetune"))
+def test_a_run_saves_when_nobody_reads_its_output_any_more(stage, monkeypatch, name):
+    """Ctrl-C in `python pretrain.py 2>&1 | tee log` ends tee first."""
+    reader, writer = os.pipe()
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        monkeypatch.setattr(sys, "stderr", pipe)
+        monkeypatch.setattr(common, "progress_bar", functools.partial(common.progress_bar,
+                                                                      miniters=1))
+        at_step(monkeypatch, 1, lambda: (os.close(reader), signal.raise_signal(signal.SIGINT)))
+        args = SCRIPTS[name].parse_args(stage(name, "--save-every 1"))
+        common.launch(SCRIPTS[name].main, args)
+    assert read_run(args.out)[0]["step"] == 4
+
+
+def test_bars_are_drawn_once_a_minute_where_nobody_watches(monkeypatch):
+    for watches, interval in ((True, 0.1), (False, 60)):
+        stream = Mock(isatty=lambda watches=watches: watches, encoding="utf-8")
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert common.progress_bar(range(3)).mininterval == interval
+
+
 def test_a_second_ctrl_c_leaves_at_once(stage, tmp_path):
     fault = "step == 6 and [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
     code, _, error = finish(start(driver(tmp_path, fault), *stage("pretrain")))
@@ -2792,6 +2914,20 @@ def test_in_each_path_the_tilde_is_the_home_folder(monkeypatch):
     with pytest.raises(common.UserError):
         build_frozen("ViT-B-16/~/a")
     assert opened.call_args.args[1] == "/home/me/a"
+
+
+def test_a_model_that_is_newer_than_the_run_that_began_with_it_is_said(stage, encoder, capsys,
+                                                                       tmp_path):
+    """The same name may be another model by now."""
+    copy = shutil.copy(encoder, tmp_path / "e2.pt")
+    argv = [str(copy), *stage("finetune")[1:]]
+    play("finetune", [*argv, "--max-steps", "1"])
+    play("finetune", [*argv, "--max-steps", "2"])
+    assert "newer" not in capsys.readouterr().err
+    age = (tmp_path / "run" / "last.pt").stat().st_mtime
+    os.utime(copy, (age + 1, age + 1))
+    play("finetune", argv)
+    assert f"{copy} is newer than {tmp_path}/run/last.pt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, words", (
@@ -3220,6 +3356,13 @@ def test_knn_prints_and_appends_rows_the_same_in_two_processes(photos, tmp_path,
     assert list(map(json.loads, lines)) == rows * 2
 
 
+def test_knn_that_cannot_write_its_rows_says_so_before_its_work(stage, capsys, monkeypatch):
+    monkeypatch.setattr(common.tempfile, "TemporaryFile",
+                        Mock(side_effect=PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(knn, "accuracy", Mock(side_effect=AssertionError))
+    assert refusal(capsys, "knn", *stage("knn")).endswith("run: Permission denied")
+
+
 def test_knn_of_features_that_are_not_finite_is_no_number(stage, encoder, tmp_path, capsys):
     file = torch.load(encoder)
     file["model"]["encoder.norm.weight"][0] = math.inf
@@ -3478,6 +3621,16 @@ def test_classes_that_count_from_0_are_read_as_those_that_count_from_1(
     opened = spy(monkeypatch, segment, "Scenes")
     play("segment", stage("segment", "--max-steps 1 --zero-is-class --classes 255"))
     assert [each.args[1:] for each in opened] == [("training", True), ("validation", True)]
+
+
+def test_an_annotation_that_is_missing_is_named_before_anything_is_trained(stage, scenes, tmp_path,
+                                                                          capsys):
+    root = Path(shutil.copytree(scenes, tmp_path / "scenes"))
+    for i in (1, 2):
+        (root / f"annotations/validation/{i}.png").unlink()
+    error = refusal(capsys, "segment", *stage("segment", "--data", str(root)))
+    assert f"{root}/annotations/validation/1.png" in error and "2 of 3" in error
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("turn", (1, 3, 6))
