@@ -28,11 +28,11 @@ from torch import Tensor
 
 import common
 import data
-from common import UserError, non_negative_int, plain, positive_int
+from common import UserError, non_negative_int, positive_int, rounded
 from encoders import FrozenEncoder, build_frozen, load_checkpoint, load_encoder
 from losses import dispatch_cv, dispatch_entropy, token_loss
 from model import ViT, normalize
-from run import rounded
+from plot import plain
 
 IMAGES = 6           # at most, in heatmaps.png
 EXPERTS = 8          # at most, in pictures

@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import inspect
-import itertools
+import json
 import math
 import os
 import sys
@@ -47,6 +47,14 @@ def make_folder(folder: str | Path):
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"--out {folder}: {error.strerror}") from error
+
+
+def rounded(value):
+    """Nested lists and dicts with six digits of each float, and None for NaN and infinity, which
+    JSON does not have.
+    """
+    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"),
+                      parse_constant=lambda text: None)
 
 
 class Output:
@@ -228,11 +236,6 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None) -> Flags:
     return args
 
 
-def plain(text: str) -> str:
-    """The text as matplotlib shows it as it is: what stands between two $ would be mathematics."""
-    return text.replace("$", r"\$")
-
-
 # ------------------------------------------------------------------------------ process
 
 class Process:
@@ -266,6 +269,21 @@ class Process:
 
     def autocast(self):
         return torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None)
+
+    def first(self, decide):
+        """What decide() returns in the first process, in all. So it is with a UserError of it."""
+        answer = [None, None]
+        if self.rank == 0:
+            try:
+                answer = [decide(), None]
+            except UserError as error:
+                answer = [None, str(error)]
+        if self.world > 1:
+            dist.broadcast_object_list(answer, device=self.device)
+        result, error = answer
+        if error:
+            raise UserError(error)
+        return result
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all processes, in place."""
@@ -309,40 +327,6 @@ def seed_torch(stream: str, *key: int):
 
 # ------------------------------------------------------------------------- optimization
 
-MICRO_BATCH = 256      # images at most, if --micro-batch does not say otherwise
-
-
-def largest_micro_batch(share: int) -> int:
-    """The largest divisor, up to MICRO_BATCH, of a process's share of --batch-size."""
-    return max(n for n in range(1, min(share, MICRO_BATCH) + 1) if share % n == 0)
-
-
-def divide(args: argparse.Namespace, world: int, images: int) -> tuple[int, int]:
-    """How `world` processes divide a set of images -> (micro_steps, epoch_steps)
-
-    micro_steps is the number of forward passes of a process in each step, and epoch_steps the
-    number of steps in an epoch, of which an incomplete last one is left out. Raises UserError.
-    """
-    share = args.batch_size // world      # of one process
-    if args.batch_size % world:
-        raise UserError(f"--batch-size {args.batch_size} is not a multiple of {world} processes")
-    micro_batch = args.micro_batch or largest_micro_batch(share)
-    if not args.micro_batch and micro_batch < min(share, MICRO_BATCH // 4):
-        better = [next(n for n in numbers if largest_micro_batch(n) >= MICRO_BATCH // 4)
-                  for numbers in (range(share, 0, -1), itertools.count(share))]
-        raise UserError(
-            f"--batch-size {args.batch_size}: the {share} images of each process divide into no "
-            f"more than {micro_batch} at a time, which is slow; {better[0] * world} and "
-            f"{better[1] * world} divide well, or say --micro-batch {micro_batch}")
-    if share % micro_batch:
-        raise UserError(f"--micro-batch {micro_batch} does not divide {share}, each process's "
-                        f"share of --batch-size {args.batch_size}")
-    if images < args.batch_size:
-        raise UserError(f"--batch-size {args.batch_size}: {args.data} has only {images} "
-                        "training images")
-    return share // micro_batch, images // args.batch_size
-
-
 def learning_rate(step: int, steps: int, warmup: int, lr: float, min_lr: float,
                   decay: str = "cosine") -> float:
     """The rate of a step: it rises linearly to `lr` at the end of the warm-up, and then falls to
@@ -380,14 +364,12 @@ def optimizer_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScale
                    clip_grad: float) -> dict[str, Tensor]:
     """Clips the gradients, updates the parameters and clears the gradients -> metrics.
 
-    Where the norm of all gradients is not finite, the scaler tells fused AdamW to skip the update;
-    that and the metrics stay on the device, so the host does not wait for it.
+    Where a gradient is not finite, the scaler tells fused AdamW to skip the update; that and the
+    metrics stay on the device, so the host does not wait for it.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]
                   if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in parameters])
-    # The norm of finite gradients can be infinite. 0 * inf is NaN, which the scaler will notice.
-    parameters[0].grad += 0 * norm
     scaler.unscale_(optimizer)
     norm = norm / scaler.scale(torch.ones_like(norm))
     if clip_grad:

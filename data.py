@@ -5,9 +5,11 @@ images of an epoch is one of (seed, epoch). So the numbers of loaders and proces
 Loaders send uint8; what is cheaper for a batch, such as color jitter, happens on the device.
 """
 
+import argparse
 import contextlib
 import functools
 import io
+import itertools
 import math
 import mimetypes
 import os
@@ -27,7 +29,6 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import functional as TF
 
 from common import Process, UserError, generator, note, progress_bar
-from model import count_masked
 from shapes import Shapes
 
 BICUBIC = TF.InterpolationMode.BICUBIC
@@ -282,6 +283,11 @@ def center_view(image: Tensor, size: int) -> Tensor:
     return TF.center_crop(image, [size, size])
 
 
+def count_masked(grid: int, mask_ratio: float) -> int:
+    """The number of masked patches in each image of grid x grid patches."""
+    return int(mask_ratio * grid ** 2)
+
+
 def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
     """BEiT's block masking: bool [grid * grid], True for exactly count_masked(grid, ratio) patches.
 
@@ -330,7 +336,8 @@ class CenterViews(Dataset):
 
 class TrainViews(CenterViews):
     """Training views, indexed by (epoch, index): a dict of image uint8 [3, S, S], label, flip
-    bool, jitter [3] and, with a `mask_ratio`, mask bool [N]. `augment` applies flip and jitter.
+    bool, jitter [3] and, with a `mask_ratio`, mask bool [N] and ids_keep [V], the indices of the
+    visible patches. `augment` applies flip and jitter.
     """
     scale = (0.2, 1.0)      # of the image's area
 
@@ -351,15 +358,50 @@ class TrainViews(CenterViews):
                     jitter=rng.uniform(1 - 0.4, 1 + 0.4, 3).astype(np.float32))
         if self.mask_ratio is not None:
             view["mask"] = block_mask(rng, self.grid, self.mask_ratio)
+            view["ids_keep"] = np.flatnonzero(~view["mask"])
         return view
 
 
 # ------------------------------------------------------------------------------ loaders
 
-def train_order(count: int, batch_size: int, micro_batch: int, seed: int, first: int,
+MICRO_BATCH = 256      # images at most, if --micro-batch does not say otherwise
+
+
+def largest_micro_batch(share: int) -> int:
+    """The largest divisor, up to MICRO_BATCH, of a process's share of --batch-size."""
+    return max(n for n in range(1, min(share, MICRO_BATCH) + 1) if share % n == 0)
+
+
+def divide(args: argparse.Namespace, world: int, images: int) -> tuple[int, int]:
+    """How `world` processes divide a set of images -> (micro_steps, epoch_steps)
+
+    micro_steps is the number of forward passes of a process in each step, and epoch_steps the
+    number of steps in an epoch, of which an incomplete last one is left out. Raises UserError.
+    """
+    share = args.batch_size // world      # of one process
+    if args.batch_size % world:
+        raise UserError(f"--batch-size {args.batch_size} is not a multiple of {world} processes")
+    micro_batch = args.micro_batch or largest_micro_batch(share)
+    if not args.micro_batch and micro_batch < min(share, MICRO_BATCH // 4):
+        better = [next(n for n in numbers if largest_micro_batch(n) >= MICRO_BATCH // 4)
+                  for numbers in (range(share, 0, -1), itertools.count(share))]
+        raise UserError(
+            f"--batch-size {args.batch_size}: the {share} images of each process divide into no "
+            f"more than {micro_batch} at a time, which is slow; {better[0] * world} and "
+            f"{better[1] * world} divide well, or say --micro-batch {micro_batch}")
+    if share % micro_batch:
+        raise UserError(f"--micro-batch {micro_batch} does not divide {share}, each process's "
+                        f"share of --batch-size {args.batch_size}")
+    if images < args.batch_size:
+        raise UserError(f"--batch-size {args.batch_size}: {args.data} has only {images} "
+                        "training images")
+    return share // micro_batch, images // args.batch_size
+
+
+def train_order(count: int, batch_size: int, micro_steps: int, seed: int, first: int,
                 last: int, rank: int = 0, world: int = 1):
-    """Yields the (epoch, index) keys of each micro-batch of one process, of the steps from `first`
-    to before `last`.
+    """Yields the (epoch, index) keys of each of the `micro_steps` micro-batches of one process, of
+    the steps from `first` to before `last`.
 
     Each epoch is a permutation of all `count` images, cut into global batches; an incomplete last
     batch is left out. Process r of w takes every w-th image of a batch, so that any w trains on
@@ -370,7 +412,7 @@ def train_order(count: int, batch_size: int, micro_batch: int, seed: int, first:
         if step == first or at == 0:
             order = generator("order", seed, epoch).permutation(count)
         batch = order[at * batch_size:(at + 1) * batch_size]
-        for micro in batch[rank::world].reshape(-1, micro_batch):
+        for micro in batch[rank::world].reshape(micro_steps, -1):
             yield [(epoch, int(index)) for index in micro]
 
 
@@ -396,8 +438,7 @@ def load(views: Dataset, order, process: Process, workers: int):
 def train_batches(views: Dataset, args, process: Process, micro_steps: int, first: int,
                   last: int):
     """Yields this process's micro-batches of the steps from `first` to before `last`."""
-    micro_batch = args.batch_size // (process.world * micro_steps)
-    order = train_order(len(views), args.batch_size, micro_batch, args.seed, first, last,
+    order = train_order(len(views), args.batch_size, micro_steps, args.seed, first, last,
                         process.rank, process.world)
     return load(views, order, process, args.workers)
 

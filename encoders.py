@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import UserError, note
-from model import IMAGENET_MEAN, IMAGENET_STD, Attention, ViT, normalize
+from model import IMAGENET_MEAN, IMAGENET_STD, Attention, ViT, normalize, patchify
 
 # -------------------------------------------------------------------------- from a file
 
@@ -289,8 +289,10 @@ class ClipPatchEmbed(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """images [B, 3, S, S] -> [B, D, grid, grid]"""
-        patches = F.pixel_unshuffle(images, self.patch_size).permute(0, 2, 3, 1).contiguous()
-        return F.linear(patches, self.weight.flatten(1)).permute(0, 3, 1, 2)
+        patches = patchify(images, self.patch_size).contiguous()      # or a product for each row
+        tokens = F.linear(patches, self.weight.flatten(1))            # [B, N, D]
+        grid = images.shape[2] // self.patch_size
+        return tokens.mT.unflatten(2, (grid, grid))
 
 
 class ClipAttention(Attention):

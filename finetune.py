@@ -87,7 +87,7 @@ def main(args) -> dict[str, float]:
     if args.compile:
         encoder.compile_blocks()
     return supervised.fit_classifier(
-        args, process, classifier, dataset, val, image_size, encoder=encoder.config, erase=True,
+        args, process, classifier, dataset, val, image_size, source=encoder.config, erase=True,
         model_name=args.checkpoint or f"{args.model} from scratch",
         lr_scale=supervised.layerwise_lr(len(encoder.blocks), args.layer_decay))
 

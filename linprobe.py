@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import common
 import data
 import supervised
-from encoders import build_frozen
+from encoders import FrozenEncoder, build_frozen
 from model import init_weights
 
 
@@ -61,6 +61,23 @@ class EfficientProbe(nn.Module):
         return self.head(self.norm(pooled.float()))
 
 
+class Probe(nn.Module):
+    """A head on a frozen encoder: images [B, 3, S, S] in [0, 1] -> logits [B, C]. The encoder is no
+    part of its parameters and of its state.
+    """
+
+    def __init__(self, frozen: FrozenEncoder, head: nn.Module):
+        super().__init__()
+        self.head = head
+        self.outside = frozen,      # in a tuple, in which PyTorch does not look for modules
+
+    def forward(self, images: Tensor) -> Tensor:
+        frozen, = self.outside
+        with torch.no_grad():
+            tokens = frozen(images)      # [B, 1 + N, D]
+        return self.head(tokens)
+
+
 def main(args) -> dict[str, float]:
     """-> top-1 and top-5 accuracy of the best evaluation on val/, in percent"""
     process = common.Process(args)
@@ -73,9 +90,9 @@ def main(args) -> dict[str, float]:
             else EfficientProbe(*size)).to(process.device)
     if args.compile:
         frozen.compile()
-    return supervised.fit_classifier(args, process, head, dataset, val, frozen.image_size,
-                                     encoder=args.encoder, features=frozen,
-                                     model_name=f"a {args.probe} probe of {args.encoder}")
+    return supervised.fit_classifier(args, process, Probe(frozen, head), dataset, val,
+                                     frozen.image_size, source=args.encoder,
+                                     model_name=f"{args.probe} probe of {args.encoder}")
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ def cls_loss(pred: Tensor, target: Tensor) -> Tensor:
 
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
-    """images [B, 3, H, W] -> [B, N, P], P = 3 * patch_size ** 2 as (channel, y, x); MAE's order
-    is (y, x, channel)
+    """images [B, 3, H, W] -> patches [B, N, P], with P = 3 * patch_size ** 2 pixels in the order
+    (channel, y, x); MAE's order is (y, x, channel)
     """
     return F.pixel_unshuffle(images, patch_size).flatten(2).transpose(1, 2).contiguous()
 
@@ -79,26 +79,27 @@ def patch_weights(dispatch: Tensor, expert: int = 0, detach: bool = False,
     return weight.detach() if detach else weight
 
 
-def coupled_loss(patch_loss: Tensor, selected: Tensor, routing: dict[str, Tensor],
-                 expert: int | None, kind: str = "dispatch", detach: bool = False,
-                 prefix: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
-    """Eq. 5: the mean loss of the selected patches, weighted by `expert` -> (scalar, metrics)
+def coupled_loss(name: str, patch_loss: Tensor, selected: Tensor, routing: dict[str, Tensor],
+                 expert: int | None, loss_weights: str = "dispatch", detach: bool = False,
+                 prefix: int = 1) -> dict[str, Tensor]:
+    """Eq. 5: the mean loss of the selected patches, weighted by `expert` -> scalars by name
 
     patch_loss [B, N], and selected [B, N], 1 for patches that count and 0 for the others. routing:
     "dispatch" and "combine" weights of the loss blocks, [blocks, B, T, E] each, whose mean over
-    blocks counts. Without routers (an empty dict), without an expert and with the kind "uniform",
-    all selected patches count alike; the kind "combine" is an ablation. detach, prefix: see
-    `patch_weights`. The metrics of a weighted loss are its unweighted value, and the ratio of both.
+    blocks counts. Without routers (an empty dict), without an expert and with the loss_weights
+    "uniform", all selected patches count alike; the loss_weights "combine" are an ablation.
+    detach, prefix: see `patch_weights`. The loss has the name NAME. If it is weighted,
+    NAME_unweighted is the plain mean, and NAME_ratio the quotient of both.
     """
     unweighted = weighted_mean(patch_loss, selected)
-    if not routing or expert is None or kind == "uniform":
-        return unweighted, {}
-    weight = patch_weights(routing[kind].mean(0), expert, detach, prefix)
-    if kind == "dispatch":
+    if not routing or expert is None or loss_weights == "uniform":
+        return {name: unweighted}
+    weight = patch_weights(routing[loss_weights].mean(0), expert, detach, prefix)
+    if loss_weights == "dispatch":
         loss = weighted_mean(patch_loss, weight * selected)
     else:      # combine weights are not normalized, as in the paper: they can make the loss vanish
         loss = weighted_mean(weight * patch_loss, selected)
-    return loss, {"unweighted": unweighted, "ratio": loss / unweighted}
+    return {name: loss, f"{name}_unweighted": unweighted, f"{name}_ratio": loss / unweighted}
 
 
 def dispatch_entropy(weights: Tensor) -> Tensor:
@@ -186,29 +187,25 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         routed = [pred.routing[block] for block in blocks]
         routing = {"dispatch": torch.stack([each.dispatch for each in routed]),
                    "combine": torch.stack([each.combine for each in routed])}
-    coupling = dict(kind=loss_weights, detach=detach, prefix=prefix)
+    coupling = dict(routing=routing, loss_weights=loss_weights, detach=detach, prefix=prefix)
 
-    losses, of_patches, of_routers = {}, {}, {}
+    metrics = {}      # the losses, and what the log shows beside them
     if "token" in objectives:
         patch_loss = token_loss(tokens[:, prefix:], patch_targets)
-        losses["token"], of_patches["token"] = coupled_loss(
-            patch_loss, selected, routing, expert=0, **coupling)
+        metrics |= coupled_loss("token", patch_loss, selected, expert=0, **coupling)
     if "cls" in objectives:
-        losses["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
+        metrics["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
     if "pixel" in objectives:      # of masked patches, which routers of sparse encoding do not see
         patch_loss = pixel_loss(pred.pixels.float(), images)
-        losses["pixel"], of_patches["pixel"] = coupled_loss(
-            patch_loss, masked, routing, expert=1 if dense else None, **coupling)
+        expert = 1 if dense else None
+        metrics |= coupled_loss("pixel", patch_loss, masked, expert=expert, **coupling)
+    losses = torch.stack([metrics[name] for name in objectives])
 
     regularizer = targets.new_zeros(())
     if routing:
-        regularizer, of_routers = router_regularizer(
-            routing, lambdas, entropy_on, importance_weight)
+        regularizer, terms = router_regularizer(routing, lambdas, entropy_on, importance_weight)
         dispatch = routing["dispatch"].mean(0)
-        of_routers |= {"entropy": dispatch_entropy(routing["dispatch"].flatten(0, 1)),
-                       "dispatch_cv": dispatch_cv(dispatch[:, prefix:]),
-                       "cls_share": dispatch[:, 0].mean(0)}
-    metrics = losses | {f"{name}_{key}": value for name, more in of_patches.items()
-                        for key, value in more.items()} | of_routers
-    metrics = {name: value.detach() for name, value in metrics.items()}
-    return torch.stack([losses[name] for name in objectives]), regularizer, metrics
+        metrics |= terms | {"entropy": dispatch_entropy(routing["dispatch"].flatten(0, 1)),
+                            "dispatch_cv": dispatch_cv(dispatch[:, prefix:]),
+                            "cls_share": dispatch[:, 0].mean(0)}
+    return losses, regularizer, {name: value.detach() for name, value in metrics.items()}

@@ -47,6 +47,13 @@ def normalize(images: Tensor, mean=IMAGENET_MEAN, std=IMAGENET_STD) -> Tensor:
     return torch.stack([(x - m) / s for x, m, s in channels], dim=-3)
 
 
+def patchify(images: Tensor, patch_size: int) -> Tensor:
+    """images [B, 3, H, W] -> patches [B, N, P], with P = 3 * patch_size ** 2 pixels in the order
+    (channel, y, x), which is that of a convolution's weight
+    """
+    return F.pixel_unshuffle(images, patch_size).flatten(2).transpose(1, 2)
+
+
 # ----------------------------------------------------------------------------- Soft-MoE
 
 class Routing(NamedTuple):
@@ -259,7 +266,7 @@ class ViT(nn.Module):
     def embed(self, images: Tensor, ids_keep: Tensor | None = None, mask: Tensor | None = None,
               mask_token: Tensor | None = None) -> Tensor:
         """images [B, 3, S, S] -> the tokens that enter the first block [B, T, D]."""
-        patches = F.pixel_unshuffle(images, self.patch_size).flatten(2).transpose(1, 2)
+        patches = patchify(images, self.patch_size)                              # [B, N, P]
         positions = self.pos_embed[:, 1:]
         if ids_keep is not None:      # nothing is ever computed of the other patches
             patches = patches.gather(1, ids_keep[..., None].expand(-1, -1, patches.shape[2]))
@@ -356,15 +363,14 @@ class Explore(nn.Module):
     """The student: a ViT, and a linear head from its width to the teacher's.
 
     Sparse encoding processes only the visible patches, as MAE does. Dense encoding processes all
-    patches, with a mask token in place of the masked ones, as BEiT does. `mask_ratio` is the share
-    of masked patches. `pixels` adds a pixel decoder of size `decoder`.
+    patches, with a mask token in place of the masked ones, as BEiT does. `pixels` adds a pixel
+    decoder of size `decoder`.
     """
 
-    def __init__(self, encoder: ViT, teacher_dim: int, mask_ratio: float = 0.4,
-                 dense: bool = False, pixels: bool = False, decoder: dict = DECODER):
+    def __init__(self, encoder: ViT, teacher_dim: int, dense: bool = False, pixels: bool = False,
+                 decoder: dict = DECODER):
         super().__init__()
         self.encoder, self.dense = encoder, dense
-        self.num_masked = count_masked(encoder.grid, mask_ratio)
         self.head = nn.Linear(encoder.dim, teacher_dim)
         init_weights(self.head)
         self.mask_token = None
@@ -373,19 +379,14 @@ class Explore(nn.Module):
             nn.init.trunc_normal_(self.mask_token, std=0.02)
         self.decoder = PixelDecoder(encoder, **decoder) if pixels else None
 
-    def forward(self, images: Tensor, mask: Tensor) -> Prediction:
-        """images [B, 3, S, S]; mask bool [B, N], True for exactly num_masked in each image"""
-        # on a GPU, this assertion is the device's, and the host does not wait for it
-        torch._assert_async((mask.sum(1) == self.num_masked).all(),
-                            f"each image needs {self.num_masked} masked patches")
-        ids_keep = None
+    def forward(self, images: Tensor, mask: Tensor, ids_keep: Tensor) -> Prediction:
+        """images [B, 3, S, S]; mask bool [B, N], True where a patch is masked; ids_keep int64
+        [B, V], the indices of the visible patches, of which all images have as many
+        """
         if self.dense:
+            ids_keep = None
             tokens, routing = self.encoder(images, mask=mask, mask_token=self.mask_token)
-        else:
-            # A stable sort of 0 (visible) and 1 (masked) puts the visible patches first, in order.
-            # App. E shuffles them, which changes nothing: each has its position embedding.
-            visible = mask.shape[1] - self.num_masked
-            ids_keep = mask.int().argsort(dim=1, stable=True)[:, :visible]
+        else:      # App. E shuffles them, which changes nothing: each has its position embedding
             tokens, routing = self.encoder(images, ids_keep)
         pixels = self.decoder(tokens[:, 1:], ids_keep, mask) if self.decoder else None
         return Prediction(self.head(tokens), pixels, routing, ids_keep)
@@ -396,8 +397,3 @@ class Explore(nn.Module):
 def pool(tokens: Tensor, kind: str) -> Tensor:
     """tokens [B, 1 + N, D] -> [B, D]: of the kind "cls", [CLS], and of "mean", the mean patch"""
     return tokens[:, 0] if kind == "cls" else tokens[:, 1:].mean(1)
-
-
-def count_masked(grid: int, mask_ratio: float) -> int:
-    """The number of masked patches in each image of grid x grid patches."""
-    return int(mask_ratio * grid ** 2)

@@ -82,6 +82,11 @@ def read_curve(lines: list[dict], field: str) -> tuple[list[float], list[float]]
             [value[0] if isinstance(value, list) else value for value in values])
 
 
+def plain(text: str) -> str:
+    """The text as matplotlib shows it as it is: what stands between two $ would be mathematics."""
+    return text.replace("$", r"\$")
+
+
 def draw(runs: dict[str, list[dict]], path: Path):
     """A panel for each of PANELS that a run has, in which each run has its color."""
     from matplotlib.figure import Figure
@@ -100,7 +105,7 @@ def draw(runs: dict[str, list[dict]], path: Path):
                 axis.plot(epochs, values, style, color=f"C{color}",
                           marker="." if len(epochs) < 20 else "")
     axis.set_xlim(left=0)      # of all panels
-    figure.legend(axis.lines[::len(fields)], map(common.plain, runs), loc="outside lower center")
+    figure.legend(axis.lines[::len(fields)], map(plain, runs), loc="outside lower center")
     figure.savefig(path, dpi=90)
 
 

@@ -139,8 +139,9 @@ def find_contradiction(parser: argparse.ArgumentParser, args: argparse.Namespace
     except ValueError as error:      # sizes or blocks that do not fit
         return str(error)
     patches = student.encoder.grid ** 2
-    if not 0 < student.num_masked < patches:
-        return f"--mask-ratio {args.mask_ratio} masks {student.num_masked} of {patches} patches"
+    masked = data.count_masked(student.encoder.grid, args.mask_ratio)
+    if not 0 < masked < patches:
+        return f"--mask-ratio {args.mask_ratio} masks {masked} of {patches} patches"
     moe_blocks = student.encoder.moe_blocks
     if not set(args.loss_block or []) <= set(moe_blocks):
         return f"--loss-block {args.loss_block}: the MoE blocks are {moe_blocks}"
@@ -152,7 +153,7 @@ def build_student(args, teacher_dim: int, decoder: dict = DECODER) -> Explore:
                         experts=args.experts, moe_blocks=args.moe_blocks,
                         drop_path=args.drop_path)
     encoder.recompute = args.recompute
-    return Explore(encoder, teacher_dim, args.mask_ratio, dense=args.encoding == "dense",
+    return Explore(encoder, teacher_dim, dense=args.encoding == "dense",
                    pixels="pixel" in OBJECTIVES[args.objective], decoder=decoder)
 
 
@@ -172,7 +173,7 @@ def build_balance(args, student: Explore, process: common.Process) -> ObjectiveW
 def main(args):
     process = common.Process(args)
     dataset = data.open_images(args.data, "train", args.image_size, labels=False)
-    micro_steps, epoch_steps = common.divide(args, process.world, len(dataset))
+    micro_steps, epoch_steps = data.divide(args, process.world, len(dataset))
     steps = args.epochs * epoch_steps
 
     grid = args.image_size // args.patch_size
@@ -186,14 +187,14 @@ def main(args):
     objectives = OBJECTIVES[args.objective]
     lambdas = args.entropy_weight + args.entropy_weight[-1:] * args.experts    # the last repeats
     lambdas = torch.tensor(lambdas[:args.experts], device=process.device)       # [E]
-    coupling = dict(objectives=objectives, loss_block=args.loss_block,          # Eq. 5 to 7
-                    loss_weights=args.loss_weights, detach=args.detach, lambdas=lambdas,
-                    entropy_on=args.entropy_on, importance_weight=args.importance_weight)
+    routed = dict(objectives=objectives, loss_block=args.loss_block,            # Eq. 5 to 7
+                  loss_weights=args.loss_weights, detach=args.detach, lambdas=lambdas,
+                  entropy_on=args.entropy_on, importance_weight=args.importance_weight)
 
     model_name = f"{args.model} with {args.experts} experts, taught by {args.teacher}"
     run = Run(args, process, model_name, images=len(dataset), steps=steps,
-              epoch_steps=epoch_steps, encoder=student.encoder.config, shown=objectives,
-              model=student, optimizer=optimizer, balance=balance)
+              epoch_steps=epoch_steps, source=student.encoder.config, keeps=True,
+              shown=objectives, model=student, optimizer=optimizer, balance=balance)
     first = run.resume()                                    # 0, or last.pt's step
     if first == 0:
         run.save("epoch_0000.pt", 0)
@@ -220,9 +221,9 @@ def main(args):
                     targets = teacher(images)                           # [B, 1 + N, Dt]
                 with process.accumulating(model, last=micro_step == micro_steps):
                     with process.autocast():
-                        pred = model(normalize(images), mask)
+                        pred = model(normalize(images), mask, batch["ids_keep"])
                     losses, regularizer, metrics = explore_losses(pred, targets, images, mask,
-                                                                  **coupling)
+                                                                  **routed)
                     loss = (w * losses).sum() + regularizer             # Eq. 8, and Eq. 7
                     balance.observe(losses)
                     process.scaler.scale(loss / micro_steps).backward()

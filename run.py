@@ -36,24 +36,27 @@ class Run:
     """A training run in its folder `args.out`: it resumes, logs, saves, and stops when asked to.
 
     model_name: for the line that a run begins with. images: the number of training images. steps,
-    epoch_steps: the steps of the whole run, and of an epoch. encoder: what rebuilds the encoder, or
-    the name of a probe's. shown: the fields of the log that the progress bar shows. parts: what has
-    a state that last.pt keeps, by name; other checkpoints keep the model's alone.
+    epoch_steps: the steps of the whole run, and of an epoch. source: what rebuilds the encoder, the
+    arguments of `ViT` or, of a probe, the encoder's name. keeps: whether epoch_NNNN.pt is kept
+    every --save-every; a stage that evaluates then keeps best.pt instead. shown: the fields of the
+    log that the progress bar shows. parts: what has a state that last.pt keeps, by name; other
+    checkpoints keep the model's alone.
     """
 
     def __init__(self, args, process: Process, model_name: str, *, images: int, steps: int,
-                 epoch_steps: int, encoder, shown=("loss",), **parts):
+                 epoch_steps: int, source, keeps: bool = False, shown=("loss",), **parts):
         self.args, self.process, self.folder = args, process, Path(args.out)
-        self.model_name = model_name
+        self.model_name, self.source, self.keeps, self.shown = model_name, source, keeps, shown
         self.images, self.total, self.epoch_steps = images, steps, epoch_steps
         # steps between two evaluations or kept checkpoints, and between two last.pt
         self.save_every = self.last_every = args.save_every
         if "epochs" in args:      # segmentation counts in iterations
             self.save_every, self.last_every = args.save_every * epoch_steps, epoch_steps
         self.stop_step = min(steps, args.max_steps or steps)
-        self.encoder, self.shown = encoder, shown
         self.parts = parts | {"scaler": process.scaler}
         self.best = {}               # the best evaluation's scores
+        self.scores = {}             # this step's, for the next line of the log
+        self.evaluated = True        # False: the evaluation of the first step's last.pt is to do
         self.line = {}               # of the log, the last one
         self.signal = 0              # the number of the one that asked to stop
         self.metrics = {}            # since the last line of the log: by name, values of steps
@@ -73,97 +76,74 @@ class Run:
         """Claims the folder, and loads last.pt, if there is one -> the first step to do. Raises
         UserError.
         """
-        self.claim()
-        first = 0
-        last = self.folder / "last.pt"
-        if last.exists():
+        first = self.process.first(self.claim)
+        state = self.read_last()
+        seen = state["step"] if state else 0
+        if self.process.sum(torch.tensor(float(seen != first), device=self.process.device)) > 0:
+            raise UserError(f"not all processes see the same {self.folder}/last.pt")
+        if state:
             try:
-                # mapped into memory: not each process reads all of it at once
-                state = torch.load(last, map_location="cpu", weights_only=True, mmap=True)
                 for name, part in self.parts.items():
                     # the scale of one precision means nothing to another
                     if name != "scaler" or state["amp"] == str(self.process.amp):
                         part.load_state_dict(state[name])
-                first, self.best = state["step"], state["best"]
-            except OSError as error:
-                raise UserError(f"{last}: {error.strerror}") from error
+                self.best, self.evaluated = state["best"], state.get("evaluated", True)
             except Exception as error:      # each kind of damage has its own
-                raise UserError(f"cannot resume from {last}, which is damaged or of another kind "
-                                f"({type(error).__name__})") from error
-        of_all = self.process.sum(torch.tensor(first, device=self.process.device))
-        if of_all != first * self.process.world:
-            raise UserError(f"not all processes see the same {last}")
-        if self.process.rank == 0:
-            self.trim_log(first)
-            self.compare_ages(last)
+                raise self.damaged(error) from error
         self.say(f"{self.folder}: {self.model_name}; {self.images} images, {self.epoch_steps} "
                  f"steps an epoch, {self.process.world} x {self.process.device.type} in "
                  f"{self.process.amp or torch.float32}, from step {first} of {self.total}")
         return first
 
-    def claim(self):
-        """Opens the log, and writes args.json: the flags, their defaults, the number of images, and
-        where the run comes from. Raises UserError if the folder is another run's or no folder, or
-        if this run is already at work.
+    def claim(self) -> int:
+        """Decides whether this run may work in its folder, and begins to -> last.pt's step, or 0
+
+        Writes args.json: the flags, their defaults, the number of images, and where the run comes
+        from. Raises UserError if the folder is another run's, or if this run is already at work.
         """
         common.make_folder(self.folder)
-        busy = torch.zeros((), device=self.process.device)
-        if self.process.rank == 0:
-            self.log_file = open(self.folder / "log.jsonl", "a+b")      # noqa: SIM115
-            # POSIX locks end with the process, even if its loaders outlive it, and also where the
-            # process closes the file, opened a second time
-            try:
-                fcntl.lockf(self.log_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for left in self.folder.glob("*.tmp"):      # by a process that was killed
-                    left.unlink()
-            except BlockingIOError:
-                busy += 1
-            except OSError:      # the file system has no locks
-                pass
-        record = {"args": vars(self.args), "defaults": self.args.defaults, "images": self.images,
-                  "origins": []}
-        file = self.folder / "args.json"
-        if file.exists():
-            try:
-                known = {"defaults": {}} | json.loads(file.read_text())
-                record["origins"] = known["origins"]
-                changed = differences(*comparable(known, record))
-            except (KeyError, TypeError, ValueError) as error:
-                raise UserError(f"{file} is damaged, so that nothing says which run {self.folder} "
-                                "holds; if this command is that run's, remove the file") from error
-            if changed:
-                raise UserError(f"{self.folder} holds another run, so give another --out: "
-                                + changed)
-        if self.process.sum(busy) > 0:
-            raise UserError(f"{self.folder}: another process trains in this folder")
-        if self.process.rank == 0:
-            origins, origin = record["origins"], find_origin(self.process)
-            if origins and origin != origins[-1]:
-                self.say(f"{self.folder} goes on: {differences(origins[-1], origin)}")
-            if origin not in origins[-1:]:
-                origins.append(origin)
-            self.write("args.json", lambda path: path.write_text(json.dumps(record, indent=1)))
+        record = {"args": vars(self.args), "defaults": self.args.defaults, "images": self.images}
+        origins = read_origins(self.folder, record)
+        self.log_file = lock_log(self.folder)
+        for left in self.folder.glob("*.tmp"):      # by a process that was killed
+            left.unlink()
+        origin = find_origin(self.process)
+        if origins and origin != origins[-1]:
+            self.say(f"{self.folder} goes on: {differences(origins[-1], origin)}")
+        if origin not in origins[-1:]:
+            origins.append(origin)
+        record = json.dumps(record | {"origins": origins}, indent=1)
+        self.write("args.json", lambda path: path.write_text(record))
+        state = self.read_last()
+        first = state["step"] if state else 0
+        trim_log(self.log_file, first if state and state.get("evaluated", True) else first - 1)
+        if state:
+            self.compare_ages()
+        return first
 
-    def trim_log(self, first: int):
-        """Cuts off the log what a run that was killed wrote after `first`, its last.pt's step, so
-        that the log has each step once, and no half of a line.
-        """
-        whole = 0      # bytes
-        self.log_file.seek(0)
-        for line in self.log_file:
-            with contextlib.suppress(KeyError, TypeError, ValueError):
-                if json.loads(line)["step"] <= first and line.endswith(b"\n"):
-                    whole += len(line)
-                    continue
-            break
-        self.log_file.truncate(whole)
+    def read_last(self) -> dict | None:
+        """The content of last.pt, or None if there is none. Raises UserError."""
+        last = self.folder / "last.pt"
+        if not last.exists():
+            return None
+        try:      # mapped into memory: not each process reads all of it at once
+            state = torch.load(last, map_location="cpu", weights_only=True, mmap=True)
+            return state | {"step": int(state["step"])}
+        except OSError as error:
+            raise UserError(f"{last}: {error.strerror}") from error
+        except Exception as error:      # each kind of damage has its own
+            raise self.damaged(error) from error
 
-    def compare_ages(self, last: Path):
+    def damaged(self, error: Exception) -> UserError:
+        return UserError(f"cannot resume from {self.folder}/last.pt, which is damaged or of "
+                         f"another kind ({type(error).__name__})")
+
+    def compare_ages(self):
         """Prints a line if the model that a run starts from, or its teacher, has changed since."""
-        files = (vars(self.args).get(name) for name in ("checkpoint", "encoder", "teacher"))
-        for file in filter(None, files):
-            if last.exists() and os.path.isfile(file) and (
-                    os.path.getmtime(file) > last.stat().st_mtime):
+        last = self.folder / "last.pt"
+        for name in ("checkpoint", "encoder", "teacher"):
+            file = vars(self.args).get(name)
+            if file and os.path.isfile(file) and os.path.getmtime(file) > os.path.getmtime(last):
                 common.note(f"{file} is newer than {last}: if it is another model now, give "
                             "another --out")
 
@@ -213,30 +193,61 @@ class Run:
             yield batch
             start = time.perf_counter()
 
-    def start_clock(self, step: int):
-        """Measures the speed from here, so that evaluating and saving do not count."""
-        self.timed_from, self.since, self.waited = step, time.perf_counter(), 0.0
-
     def log(self, metrics: dict[str, Tensor], **more: Tensor):
         """Keeps scalars and vectors on their device until the next line of the log."""
         for name, value in (metrics | more).items():
             self.metrics.setdefault(name, []).append(value.detach())
 
-    def end_step(self, step: int, lr: float, evaluate=None) -> bool:
-        """Logs, evaluates and saves, each if it is time -> whether a signal asks to stop
+    def is_scheduled(self, step: int) -> bool:
+        """Whether --save-every asks for an evaluation, or a checkpoint to keep, after this step."""
+        return (step + 1) % self.save_every == 0 or step + 1 == self.total
 
-        `evaluate` returns scores in percent, of which the first decides what best.pt is. A stage
-        without it keeps epoch_NNNN.pt instead.
+    @contextlib.contextmanager
+    def evaluating(self, step: int):
+        """A context for the evaluation after a step, which does not count in the speed. Before it,
+        last.pt is saved: a broken image must not cost the training up to there.
         """
+        if self.process.device.type == "cuda":
+            torch.cuda.synchronize()      # what it still computes is training
+        start = time.perf_counter()
+        self.save("last.pt", step + 1, *self.parts, evaluated=False)
+        yield
+        self.since += time.perf_counter() - start
+
+    def make_up(self, done: int):
+        """Ends the evaluation after the first step's last.pt, in the middle of which it stopped."""
+        self.write_line({"step": done, "epoch": done / self.epoch_steps} | self.scores)
+        self.save("last.pt", done, *self.parts)
+
+    def keep_best(self, step: int, scores: dict[str, float]):
+        """Writes best.pt if the first of the scores, in percent, is the highest so far. All of them
+        are in the next line of the log.
+        """
+        self.scores = scores
+        score = next(iter(scores))
+        if scores[score] > self.best.get(score, -1.0):
+            self.best = scores
+            self.save("best.pt", step + 1)
+
+    def end_step(self, step: int, lr: float) -> bool:
+        """Logs and saves, each if it is time -> whether a signal asks all processes to stop"""
         done = step + 1
         if self.timed_from is None:      # the first step compiles
             self.start_clock(done)
-        scheduled = done % self.save_every == 0 or done == self.total
-        saves = scheduled or done % self.last_every == 0 or done == self.stop_step
+        saves = self.is_scheduled(step) or done % self.last_every == 0 or done == self.stop_step
         if not saves and done % LOG_EVERY:
             return False
-        stops = self.write_line(done, lr, evaluate if scheduled else None)
-        if scheduled and not evaluate:
+        updates = len(self.metrics["skipped"])      # since the last line
+        means, stops = self.reduce_metrics()
+        means["skipped"] = round(updates * means["skipped"])
+        seconds = time.perf_counter() - self.since
+        self.line = {"step": done, "epoch": done / self.epoch_steps, "lr": lr} | means | {
+            "memory_gib": torch.cuda.max_memory_allocated() / 2 ** 30,
+            "images_per_second": self.args.batch_size * (done - self.timed_from) / seconds,
+            "loader_wait": self.waited / seconds} | self.scores
+        self.write_line(self.line)
+        self.check_losses(done, updates)
+        if self.keeps and self.is_scheduled(step):
             self.save(f"epoch_{done // self.epoch_steps:04d}.pt", done)
         if saves or stops:
             self.save("last.pt", done, *self.parts)
@@ -245,13 +256,14 @@ class Run:
         self.start_clock(done)
         return stops
 
-    def write_line(self, done: int, lr: float, evaluate) -> bool:
-        """Appends a line of means over steps and processes to log.jsonl -> whether any process was
-        asked to stop. Raises UserError if no loss is finite any more.
+    def start_clock(self, done: int):
+        """Measures the speed from here, so that saving does not count."""
+        self.timed_from, self.since, self.waited = done, time.perf_counter(), 0.0
 
-        Apart from saving, only here does the host wait for the device in pretraining.
+    def reduce_metrics(self) -> tuple[dict, bool]:
+        """Means since the last line, over steps and processes, and whether any process was asked to
+        stop. Apart from saving, only here does the host wait for the device in pretraining.
         """
-        steps = len(self.metrics["skipped"])
         totals = {}      # of each metric, [2, ...]: the sum, and the number, of its finite values
         for name, values in self.metrics.items():
             values = torch.stack(values).float()
@@ -262,39 +274,32 @@ class Run:
         flat = torch.cat([asked, *(total.flatten() for total in totals.values())])
         asked, *parts = self.process.sum(flat).cpu().split(
             [1, *(total.numel() for total in totals.values())])
-        seconds = time.perf_counter() - self.since
-        self.line = {"step": done, "epoch": done / self.epoch_steps, "lr": lr}
+        means = {}
         for (name, total), part in zip(totals.items(), parts):
             value, count = part.view(total.shape)
-            self.line[name] = (value / count).tolist()
-        self.line |= {
-            "skipped": round(self.line["skipped"] * steps),
-            "memory_gib": torch.cuda.max_memory_allocated() / 2 ** 30,
-            "images_per_second": self.args.batch_size * (done - self.timed_from) / seconds,
-            "loader_wait": self.waited / seconds}
-        if evaluate:
-            self.line |= self.keep_best(done, evaluate())
+            means[name] = (value / count).tolist()
+        return means, asked.item() > 0
+
+    def write_line(self, line: dict):
+        """Appends a line to log.jsonl."""
+        self.scores = {}
         if self.process.rank == 0:
-            self.log_file.write(json.dumps(rounded(self.line)).encode() + b"\n")
+            self.log_file.write(json.dumps(common.rounded(line)).encode() + b"\n")
             self.log_file.flush()
-        if self.line["skipped"] == steps:
-            self.say(f"step {done}: all {steps} updates since the last line of the log were "
+
+    def check_losses(self, done: int, updates: int):
+        """Says if all updates of the last line were skipped. Raises UserError if no loss has been
+        finite for as many steps as a line has.
+        """
+        if self.line["skipped"] == updates:
+            self.say(f"step {done}: all {updates} updates since the last line of the log were "
                      "skipped, because their gradients were not finite")
-        self.lost = 0 if math.isfinite(self.line["loss"]) else self.lost + steps
+        self.lost = 0 if math.isfinite(self.line["loss"]) else self.lost + updates
         if self.lost >= LOG_EVERY:
             raise UserError(f"step {done}: no loss of the last {self.lost} steps is finite; --amp "
                             "bf16 may help, or another run with a lower --lr or --clip-grad")
-        return asked.item() > 0
 
-    def keep_best(self, done: int, scores: dict[str, float]) -> dict[str, float]:
-        """Writes best.pt if the first score is the highest so far -> the scores"""
-        score = next(iter(scores))
-        if scores[score] > self.best.get(score, -1.0):
-            self.best = scores
-            self.save("best.pt", done)
-        return scores
-
-    def save(self, name: str, step: int, *parts: str):
+    def save(self, name: str, step: int, *parts: str, evaluated: bool = True):
         """Writes a checkpoint of `parts` (default: the model), and never one that holds a NaN."""
         if self.process.rank > 0:
             return
@@ -302,8 +307,9 @@ class Run:
         if not finite(state):
             raise UserError(f"step {step}: the model or the optimizer holds a NaN or infinity, "
                             f"and {name} is not written")
-        state |= {"encoder": self.encoder, "args": vars(self.args), "amp": str(self.process.amp),
-                  "step": step, "epoch": step / self.epoch_steps, "best": self.best}
+        state |= {"encoder": self.source, "args": vars(self.args), "amp": str(self.process.amp),
+                  "step": step, "epoch": step / self.epoch_steps, "best": self.best,
+                  "evaluated": evaluated}
         self.write(name, lambda path: torch.save(state, path))
 
     def write(self, name: str, save):
@@ -322,6 +328,56 @@ class Run:
             name = signal.Signals(self.signal).name if self.signal else "a signal"
             said.append(f"stopped by {name}, and the same command resumes")
         self.say(f"{self.folder}: {'; '.join(said)}")
+
+
+# ------------------------------------------------------------- whose folder, and its log
+
+def read_origins(folder: Path, record: dict) -> list[dict]:
+    """Where the run of this folder comes from, by its args.json, if there is one. Raises UserError
+    if that is of another run than `record`.
+    """
+    file = folder / "args.json"
+    if not file.exists():
+        return []
+    try:
+        known = {"defaults": {}} | json.loads(file.read_text())
+        origins = known["origins"]
+        changed = differences(*comparable(known, record))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file} is damaged, so that nothing says which run {folder} holds; if "
+                        "this command is that run's, remove the file") from error
+    if changed:
+        raise UserError(f"{folder} holds another run, so give another --out: {changed}")
+    return origins
+
+
+def lock_log(folder: Path):
+    """Opens log.jsonl for this process alone. Raises UserError if another one has it."""
+    file = open(folder / "log.jsonl", "a+b")      # noqa: SIM115
+    # POSIX locks end with the process, even if its loaders outlive it; and also where the process
+    # opens the file a second time, and closes it
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{folder}: another process trains in this folder") from None
+    except OSError:      # the file system has no locks
+        pass
+    return file
+
+
+def trim_log(file, last: int):
+    """Cuts off what a run that was killed has logged after step `last`, so that the log holds each
+    step once, and no half of a line.
+    """
+    whole = 0      # bytes
+    file.seek(0)
+    for line in file:
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            if json.loads(line)["step"] <= last and line.endswith(b"\n"):
+                whole += len(line)
+                continue
+        break
+    file.truncate(whole)
 
 
 def comparable(known: dict, record: dict) -> tuple[dict, dict]:
@@ -366,11 +422,3 @@ def finite(state) -> bool:
     if isinstance(state, dict):
         return all(finite(value) for value in state.values())
     return not isinstance(state, Tensor) or bool(state.isfinite().all())
-
-
-def rounded(value):
-    """Nested lists and dicts with six digits of each float, and None for NaN and infinity, which
-    JSON does not have.
-    """
-    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"),
-                      parse_constant=lambda text: None)

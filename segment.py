@@ -305,8 +305,8 @@ def scores(matrix: Tensor) -> dict[str, float]:
             "pixel_accuracy": 100 * (hit.sum() / matrix.sum()).item()}
 
 
-def evaluate(model: Segmenter, views: EvalScenes, args, process: common.Process
-             ) -> dict[str, float]:
+def measure(model: Segmenter, views: EvalScenes, args, process: common.Process
+            ) -> dict[str, float]:
     """-> scores over all of `views` and all processes, by sliding windows
 
     Prints what of the annotations is not in the scores. Raises UserError if that is all of them.
@@ -372,9 +372,13 @@ def main(args) -> dict[str, float]:
         return {"loss": loss, "main": main_loss, "auxiliary": auxiliary}
 
     val_views = EvalScenes(val, crop, classes)
+
+    def evaluate() -> dict[str, float]:
+        return measure(segmenter, val_views, args, process)
+
     return supervised.fit(args, process, segmenter, TrainScenes(scenes, crop, classes, args.seed),
-                          compute_loss, lambda: evaluate(segmenter, val_views, args, process),
-                          encoder=encoder.config, model_name=f"UperNet on {args.checkpoint}",
+                          compute_loss, evaluate, source=encoder.config,
+                          model_name=f"UperNet on {args.checkpoint}",
                           lr_scale=supervised.layerwise_lr(len(encoder.blocks), args.layer_decay))
 
 

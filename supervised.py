@@ -153,15 +153,16 @@ class LinearHead(nn.Linear):
         return super().forward(pool(tokens, self.pool))
 
 
-def evaluate(predict, views: data.CenterViews, args, process: common.Process) -> dict[str, float]:
+def accuracy(model: nn.Module, views: data.CenterViews, args, process: common.Process
+             ) -> dict[str, float]:
     """-> top-1 and top-5 accuracy in percent over all of `views` and all processes
 
-    predict: images [B, 3, S, S] in [0, 1] -> logits [B, C]
+    model: images [B, 3, S, S] in [0, 1] -> logits [B, C]
     """
     hits = torch.zeros(2, dtype=torch.long, device=process.device)
     for batch in data.eval_batches(views, EVAL_BATCH, args, process):
         with process.autocast():
-            logits = predict(batch["image"] / 255)
+            logits = model(batch["image"] / 255)
         top = logits.topk(min(5, logits.shape[1]), dim=1).indices
         correct = top == batch["label"][:, None]
         hits += torch.stack([correct[:, 0].sum(), correct.sum()])
@@ -170,12 +171,12 @@ def evaluate(predict, views: data.CenterViews, args, process: common.Process) ->
 
 
 def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dataset, val: Dataset,
-                   image_size: int, *, model_name: str, encoder, features=lambda images: images,
-                   erase=False, lr_scale=lambda name: 1.0) -> dict[str, float]:
+                   image_size: int, *, model_name: str, source, erase: bool = False,
+                   lr_scale=lambda name: 1.0) -> dict[str, float]:
     """Trains a classifier of whole images -> top-1 and top-5 of the best evaluation on `val`
 
-    The logits are model(features(images)), of images [B, 3, S, S] in [0, 1]; `features` is not
-    trained. `erase` adds random erasing to strong augmentation. encoder, lr_scale: see `fit`.
+    model: images [B, 3, S, S] in [0, 1] -> logits [B, C]. `erase` adds random erasing to strong
+    augmentation. model_name, source: see `Run`. lr_scale: see `common.adamw`.
     """
     strong = args.augment == "strong"
     views = (StrongViews(dataset, image_size, args.seed, erase) if strong
@@ -190,29 +191,29 @@ def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dat
         if strong:
             images, target = mix(images, target)      # target [B, C], which sums to 1
         with process.autocast():
-            with torch.no_grad():
-                inputs = features(images)
-            logits = model(inputs)
+            logits = model(images)
         return {"loss": F.cross_entropy(logits.float(), target,
                                         label_smoothing=0.1 if strong else 0.0)}
 
-    return fit(args, process, model, views, compute_loss,
-               lambda: evaluate(lambda images: model(features(images)), val_views, args, process),
-               encoder=encoder, model_name=model_name, lr_scale=lr_scale)
+    def evaluate() -> dict[str, float]:
+        return accuracy(model, val_views, args, process)
+
+    return fit(args, process, model, views, compute_loss, evaluate, model_name=model_name,
+               source=source, lr_scale=lr_scale)
 
 
 # ----------------------------------------------------------------------------- the loop
 
 def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute_loss, evaluate,
-        *, model_name: str, encoder, lr_scale=lambda name: 1.0) -> dict[str, float]:
+        *, model_name: str, source, lr_scale=lambda name: 1.0) -> dict[str, float]:
     """The loop of finetuning, probes and segmentation -> the scores of the best evaluation
 
     views: of training images, as `data.TrainViews` are. compute_loss(model, batch) returns
     metrics, of which "loss" is what the gradient is of. evaluate() returns scores in percent, of
-    which the first decides what the best is. model_name, encoder: see `Run`. lr_scale: see
+    which the first decides what the best is. model_name, source: see `Run`. lr_scale: see
     `common.adamw`.
     """
-    micro_steps, epoch_steps = common.divide(args, process.world, len(views))
+    micro_steps, epoch_steps = data.divide(args, process.world, len(views))
     normalized = any(isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d))
                      for layer in model.modules())
     if normalized and args.batch_size == process.world * micro_steps:
@@ -225,22 +226,25 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
 
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
     run = Run(args, process, model_name, images=len(views), steps=steps, epoch_steps=epoch_steps,
-              encoder=encoder, model=model, optimizer=optimizer)
+              source=source, model=model, optimizer=optimizer)
     first = run.resume()
     parallel = process.parallel(model.train())
     batches = run.timed(data.train_batches(views, args, process, micro_steps, first,
                                            run.stop_step))
 
     @torch.no_grad()
-    def scores() -> dict[str, float]:
-        if process.world > 1:      # batch normalization's statistics differ between processes
-            for buffer in model.buffers():
-                dist.broadcast(buffer, 0)
-        model.eval()
-        result = evaluate()
-        model.train()
-        return result
+    def evaluate_after(step: int):
+        with run.evaluating(step):
+            if process.world > 1:      # batch normalization's statistics differ between processes
+                for buffer in model.buffers():
+                    dist.broadcast(buffer, 0)
+            model.eval()
+            run.keep_best(step, evaluate())      # best.pt
+            model.train()
 
+    if not run.evaluated:                        # it stopped in the middle of that
+        evaluate_after(first - 1)
+        run.make_up(first)
     with run.listening():
         for step in run.steps(first):
             lr = common.learning_rate(step, steps, warmup, args.lr, args.min_lr, decay)
@@ -255,6 +259,8 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
                 run.log(metrics)
 
             run.log(common.optimizer_step(optimizer, process.scaler, args.clip_grad))
-            if run.end_step(step, lr, scores):
+            if run.is_scheduled(step):
+                evaluate_after(step)
+            if run.end_step(step, lr):           # the log, last.pt
                 break
     return run.best

@@ -44,10 +44,10 @@ import common
 import data
 import knn
 import pretrain
+from common import rounded
 from encoders import build_frozen
 from losses import dispatch_entropy, patch_weights, patchify, token_loss, weighted_mean
 from model import Router, Routing, normalize
-from run import rounded
 from shapes import Shapes
 
 ARMS = ("unweighted", "oracle", "tenth", "softmin", "routed", "copied", "routed-hidden",
@@ -190,7 +190,8 @@ class Student(nn.Module):
         token losses, their weights and whether they are planted, [B, V] each; and the entropy of
         the router that gives the weights, or of the last one.
         """
-        pred = self.model(normalize(images), mask)
+        visible = (~mask).nonzero()[:, 1].view(len(mask), -1)
+        pred = self.model(normalize(images), mask, visible)
         seen_targets = targets[:, 1:].take_along_dim(pred.ids_keep[..., None], 1)
         seen_planted = planted.take_along_dim(pred.ids_keep, 1)
         patch_loss = token_loss(pred.tokens[:, 1:], seen_targets)
@@ -230,7 +231,7 @@ def train(arms: list[str], args, process, teacher, views: Views, planting: Plant
                   for student in students.values()]
     epoch_steps = len(views) // args.batch_size
     steps = args.epochs * epoch_steps
-    order = data.train_order(len(views), args.batch_size, args.batch_size, args.seed, 0, steps)
+    order = data.train_order(len(views), args.batch_size, 1, args.seed, 0, steps)
     for step, batch in enumerate(data.load(views, order, process, workers=0)):
         lr = common.learning_rate(step, steps, args.warmup_epochs * epoch_steps, args.lr,
                                   args.min_lr)
