@@ -24,12 +24,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import common
 import data
 from common import UserError, non_negative_int, positive_int, rounded
-from encoders import FrozenEncoder, build_frozen, load_checkpoint, load_encoder
+from encoders import FrozenEncoder, build_frozen, load_checkpoint, load_encoder, load_student
 from losses import dispatch_cv, dispatch_entropy, token_loss
 from model import ViT, normalize
 from plot import plain
@@ -83,16 +83,18 @@ def silhouette(features: Tensor, labels: Tensor) -> float:
     return s.where(sizes[labels] > 1, 0).mean().item()
 
 
-def find_teacher(checkpoint: dict, grid: int, process: common.Process) -> FrozenEncoder | None:
-    """The teacher that trained a student, or None, after printing why there is none."""
+def find_teacher(checkpoint: dict, encoder: ViT, process: common.Process
+                 ) -> tuple[nn.Module | None, FrozenEncoder | None]:
+    """-> (a student's head, the teacher that trained it), or two None, after printing why"""
     try:
         name = checkpoint["args"].get("teacher")
         if not name:
             raise UserError("no teacher trained it")
-        return build_frozen(name, grid).to(process.device, process.amp)
+        teacher = build_frozen(name, encoder.grid).to(process.device, process.amp)
+        return load_student(checkpoint).head.to(process.device), teacher
     except UserError as error:
         print(f"{checkpoint['path']}: no correlation with the token loss: {error}")
-        return None
+        return None, None
 
 
 @torch.no_grad()
@@ -111,9 +113,7 @@ def collect(checkpoint: dict, encoder: ViT, args, process: common.Process) -> tu
     indices = torch.from_numpy(rng.permutation(len(views))[:args.images])
     sampled = torch.from_numpy(rng.random((len(indices), 1 + encoder.grid ** 2)))
     sampled = (sampled < TOKENS / sampled.numel()).to(process.device)
-    teacher = find_teacher(checkpoint, encoder.grid, process)
-    head = {name: parameter.to(process.device) for name, parameter in checkpoint["model"].items()
-            if name.startswith("head.")}
+    head, teacher = find_teacher(checkpoint, encoder, process)
 
     entering, dispatch, losses = {i: [] for i in blocks}, {i: [] for i in blocks}, []
     order = [batch.tolist() for batch in indices.split(args.batch_size)]
@@ -130,7 +130,7 @@ def collect(checkpoint: dict, encoder: ViT, args, process: common.Process) -> tu
                     dispatch[i].append(routing.dispatch)
             tokens = encoder.norm(x)
         if teacher:
-            pred = F.linear(tokens.float(), head["head.weight"], head["head.bias"])
+            pred = head(tokens.float())
             losses.append(token_loss(pred[:, 1:], teacher(images)[:, 1:].float()))
         if not all(output.isfinite().all() for output in (tokens, *losses[-1:])):
             raise UserError(f"{checkpoint['path']}: its tokens or token losses are not finite "
@@ -300,16 +300,12 @@ def main(args) -> list[dict]:
     common.make_folder(out)
     (out / "routing.json").write_text(json.dumps(rounded(numbers), indent=1) + "\n")
     experts = EXPERTS if len(models) <= 2 else 1
-    try:
-        draw_heatmaps(models, experts, out / "heatmaps.png")
-        draw_blocks(models, experts, out / "blocks.png")
-        known = [model for model in models if model["points"] is not None]
-        if known:
-            draw_correlation(known, out / "correlation.png")
-        print(f"{out}: pictures")
-    except ImportError:
-        print("pictures need matplotlib: pip install matplotlib")
-    print(f"{out}: routing.json")
+    draw_heatmaps(models, experts, out / "heatmaps.png")
+    draw_blocks(models, experts, out / "blocks.png")
+    known = [model for model in models if model["points"] is not None]
+    if known:
+        draw_correlation(known, out / "correlation.png")
+    print(f"{out}: routing.json, pictures")
     return numbers
 
 

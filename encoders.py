@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import UserError, note
-from model import IMAGENET_MEAN, IMAGENET_STD, Attention, ViT, normalize, patchify
+from model import DECODER, IMAGENET_MEAN, IMAGENET_STD, Attention, Explore, ViT, normalize, patchify
 
 # -------------------------------------------------------------------------- from a file
 
@@ -224,6 +224,22 @@ def load_encoder(source: str | Path | dict, grid: int | None = None,
     except RuntimeError as error:
         raise UserError(f"{checkpoint['path']}: {one_line(error)}") from error
     return encoder
+
+
+def load_student(source: str | Path | dict, decoder: dict = DECODER) -> Explore:
+    """The student of a checkpoint of pretrain.py, which predicts a teacher's tokens: its encoder
+    with its head and, if it has one, the pixel decoder of this size. Raises UserError.
+    """
+    checkpoint = source if isinstance(source, dict) else load_checkpoint(source)
+    state = checkpoint["model"]
+    try:
+        student = Explore(ViT(**checkpoint["encoder"]), len(state["head.bias"]), decoder=decoder,
+                          dense="mask_token" in state, pixels="decoder.mask_token" in state)
+        student.load_state_dict(state)
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"{checkpoint['path']}: no student of pretrain.py ({one_line(error)})"
+                        ) from error
+    return student
 
 
 def resize_pos_embed(pos_embed: Tensor, grid: int) -> Tensor:

@@ -254,10 +254,6 @@ class ViT(nn.Module):
                 routings[i] = routing
         return self.norm(x), routings
 
-    def no_weight_decay(self) -> set[str]:
-        """The names of parameters without weight decay, as timm's optimizers ask for them."""
-        return {name for name, parameter in self.named_parameters() if not decays(name, parameter)}
-
     def compile_blocks(self):
         """Lets torch.compile compile each block, in place: few graphs serve all of them."""
         for block in self.blocks:
@@ -390,8 +386,6 @@ class Explore(nn.Module):
             tokens, routing = self.encoder(images, ids_keep)
         pixels = self.decoder(tokens[:, 1:], ids_keep, mask) if self.decoder else None
         return Prediction(self.head(tokens), pixels, routing, ids_keep)
-
-    no_weight_decay = ViT.no_weight_decay
 
 
 def pool(tokens: Tensor, kind: str) -> Tensor:

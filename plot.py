@@ -6,7 +6,6 @@
 The picture has a panel for each of these that the logs have: the losses, the ratio of weighted to
 unweighted token loss, the variation of expert 0's dispatch weights over an image's patches, the
 learning rate, the scores on val/, and the k-NN accuracy, which knn.py writes to knn.jsonl.
-Drawing needs matplotlib.
 """
 
 import argparse
@@ -57,18 +56,17 @@ def read_lines(path: Path) -> list[dict]:
 def read_run(folder: str) -> list[dict]:
     """-> the lines of log.jsonl, then {"epoch", "knn"} for each epoch that knn.jsonl has
 
-    Of each step and epoch, the last line counts: a run that was killed repeats some when it
-    resumes. Raises UserError if there is no line.
+    Of each epoch, the last row of knn.jsonl counts. Raises UserError if there is no line.
     """
-    log = {line["step"]: line for line in read_lines(Path(folder, "log.jsonl"))}
-    if not log:
+    lines = read_lines(Path(folder, "log.jsonl"))
+    if not lines:
         raise common.UserError(f"{folder} has no log.jsonl with a line")
     # knn.jsonl may hold other encoders, too; by its folder's name, a run that was moved is known
     name = os.path.basename(os.path.abspath(folder))
     knn = {row["epoch"]: {"epoch": row["epoch"], "knn": row["top1"]}
            for row in read_lines(Path(folder, "knn.jsonl"))
            if row["epoch"] is not None and Path(row["encoder"]).parent.name in ("", name)}
-    lines = [rows[key] for rows in (log, knn) for key in sorted(rows)]
+    lines += [knn[epoch] for epoch in sorted(knn)]
     if "token" in lines[0]:      # a total that is mostly minus lambda times the entropies
         lines = [{name: line[name] for name in line if name != "loss"} for line in lines]
     return lines
@@ -113,11 +111,8 @@ def main(args: argparse.Namespace):
     runs = {folder: read_run(folder) for folder in args.runs}
     out = Path(args.out or args.runs[0])
     common.make_folder(out)
-    try:
-        draw(runs, out / "curves.png")
-        print(out / "curves.png")
-    except ImportError:
-        print("curves.png needs matplotlib: pip install matplotlib")
+    draw(runs, out / "curves.png")
+    print(out / "curves.png")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 """Parameters and multiply-accumulates of ViT-B/16 by number of experts, as in Table 6.
 
     python experiments/macs.py
-    python experiments/macs.py --model vit_small --tokens 119
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -12,17 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model import PRESETS, SoftMoE, ViT, build_vit
-
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=PRESETS, default="vit_base")
-    parser.add_argument("--experts", type=int, nargs="+", default=[0, 2, 16, 32, 64], metavar="E")
-    parser.add_argument("--tokens", type=int, default=197,
-                        help="of an image (default: 197, 14 x 14 patches and [CLS])")
-    return parser.parse_args(argv)
+from model import SoftMoE, ViT, build_vit
 
 
 def encoder_macs(vit: ViT, tokens: int = 197) -> int:
@@ -41,14 +29,14 @@ def encoder_macs(vit: ViT, tokens: int = 197) -> int:
     return macs
 
 
-def main(args: argparse.Namespace):
-    for experts in args.experts:
+def main():
+    for experts in (0, 2, 16, 32, 64):
         with torch.device("meta"):
-            vit = build_vit(args.model, experts=experts)
+            vit = build_vit("vit_base", experts=experts)
         millions = sum(p.numel() for p in vit.parameters()) / 1e6
         print(f"{experts:3} experts: {millions:7.1f} M parameters, "
-              f"{encoder_macs(vit, args.tokens) / 1e9:.2f} G MACs")
+              f"{encoder_macs(vit) / 1e9:.2f} G MACs")
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    main()

@@ -39,7 +39,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="?", default="runs", help="their folder (default: runs)")
     parser.add_argument("--markdown", action="store_true", help="print tables for a page")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     args = parser.parse_args(argv)
     if not Path(args.runs).is_dir():
         parser.error(f"{args.runs} is no folder")
@@ -112,8 +111,6 @@ def main(args: argparse.Namespace) -> list[dict]:
         number = re.match(r"\d+(\.\d+)?$", row["paper"].split(",")[0])
         comparable = same and number and row["measured"] is not None
         row["difference"] = row["measured"] - float(number[0]) if comparable else None
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
     for table in dict.fromkeys(row["table"] for row in rows):
         shown = [COLUMNS] + [
             (row["row"], row["paper"],
