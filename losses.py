@@ -88,18 +88,32 @@ def coupled_loss(name: str, patch_loss: Tensor, selected: Tensor, routing: dict[
     "dispatch" and "combine" weights of the loss blocks, [blocks, B, T, E] each, whose mean over
     blocks counts. Without routers (an empty dict), without an expert and with the loss_weights
     "uniform", all selected patches count alike; the loss_weights "combine" are an ablation.
-    detach, prefix: see `patch_weights`. The loss has the name NAME. If it is weighted,
-    NAME_unweighted is the plain mean, and NAME_ratio the quotient of both.
+    detach, prefix: see `patch_weights`. The loss has the name NAME, and NAME_spread is that of
+    `loss_spread`. If it is weighted, NAME_unweighted is the plain mean, and NAME_ratio the quotient
+    of both.
     """
     unweighted = weighted_mean(patch_loss, selected)
+    metrics = {name: unweighted, f"{name}_spread": loss_spread(patch_loss.detach(), selected)}
     if not routing or expert is None or loss_weights == "uniform":
-        return {name: unweighted}
+        return metrics
     weight = patch_weights(routing[loss_weights].mean(0), expert, detach, prefix)
     if loss_weights == "dispatch":
         loss = weighted_mean(patch_loss, weight * selected)
     else:      # combine weights are not normalized, as in the paper: they can make the loss vanish
         loss = weighted_mean(weight * patch_loss, selected)
-    return {name: loss, f"{name}_unweighted": unweighted, f"{name}_ratio": loss / unweighted}
+    return metrics | {name: loss, f"{name}_unweighted": unweighted,
+                      f"{name}_ratio": loss / unweighted}
+
+
+def loss_spread(patch_loss: Tensor, selected: Tensor) -> Tensor:
+    """The standard deviation of the losses of an image's selected patches, mean over images.
+
+    patch_loss [B, N], selected [B, N], 1 or 0 -> scalar. It is the unit in which lambda is chosen:
+    with a lambda of ten times the spread, dispatch weights vary by about a tenth of their mean.
+    """
+    count = selected.sum(1)
+    mean = (selected * patch_loss).sum(1) / count
+    return ((selected * (patch_loss - mean[:, None]).square()).sum(1) / count).sqrt().mean()
 
 
 def dispatch_entropy(weights: Tensor) -> Tensor:
@@ -165,9 +179,9 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     lambdas, entropy_on: see `router_regularizer`. detach, prefix: see `patch_weights`; the prefix
     is of the student's tokens.
 
-    Metrics are detached: each loss by its name; of each weighted loss, NAME_unweighted and
-    NAME_ratio, the weighted over the unweighted one; with a router, entropy and dispatch_cv of its
-    dispatch weights, cls_share (the weight on [CLS]), entropy_loss and importance_loss.
+    Metrics are detached: each loss by its name; NAME_spread of each loss of patches and, if it is
+    weighted, NAME_unweighted and NAME_ratio; with a router, entropy and dispatch_cv of its dispatch
+    weights, cls_share (the weight on [CLS]), entropy_loss and importance_loss.
     Raises ValueError if targets do not have 1 + N tokens.
     """
     if targets.shape[1] != 1 + mask.shape[1]:

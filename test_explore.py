@@ -355,21 +355,36 @@ def test_files_to_copy_import_torch_alone(name):
 
 # -------------------------------------------------------------------- losses, Eq. 1 to 8
 
+def huber(pred, target):
+    """Eq. 1 before the mean over patches: [N, D] each -> [N]"""
+    variance = target.var(-1, correction=0, keepdim=True)
+    distance = (pred - (target - target.mean(-1, True)) / (variance + 1e-5).sqrt()).abs()
+    return torch.where(distance < 1, 0.5 * distance ** 2, distance - 0.5).mean(-1)
+
+
+def cosine(pred, target):
+    return pred @ target / (pred @ pred).sqrt() / (target @ target).sqrt()
+
+
+def squares(pred, image, i):
+    """Eq. 3 of patch i of 8 x 8 pixels, the mean over them: [P], [3, H, W] -> scalar"""
+    row, column = divmod(i, image.shape[2] // 8)
+    patch = image[:, 8 * row:8 * row + 8, 8 * column:8 * column + 8].flatten()
+    patch = (patch - patch.mean()) / (patch.var(correction=1) + 1e-6).sqrt()
+    return ((pred - patch) ** 2).mean()
+
+
 def test_token_loss_is_equation_1():
     pred = 2 * randn(3, 4, 192)
     target = 3 * randn(3, 4, 192) + 1
     target[0] *= 1e-3      # so small that the 1e-5 of the norm counts
-    variance = target.var(-1, correction=0, keepdim=True)
-    normed = (target - target.mean(-1, True)) / (variance + 1e-5).sqrt()
-    distance = (pred - normed).abs()
-    huber = torch.where(distance < 1, 0.5 * distance ** 2, distance - 0.5).mean(-1)
-    assert torch.allclose(losses.token_loss(pred, target), huber)
+    expected = torch.stack(list(map(huber, pred, target)))
+    assert torch.allclose(losses.token_loss(pred, target), expected)
 
 
 def test_cls_loss_is_equation_2():
     pred, target = randn(2, 5, 192)
-    cosines = [(p @ t / (p @ p).sqrt() / (t @ t).sqrt()).item() for p, t in zip(pred, target)]
-    expected = 1 - np.mean(cosines)
+    expected = 1 - np.mean([cosine(*pair).item() for pair in zip(pred, target)])
     assert losses.cls_loss(pred, target).item() == pytest.approx(expected, rel=1e-12)
 
 
@@ -378,11 +393,20 @@ def test_pixel_loss_is_the_mean_over_pixels_of_equation_3():
     images = rand(5, 3, 24, 16)
     images[0] *= 1e-2      # so dark that the 1e-6 counts
     for b, i in np.ndindex(5, 6):
-        row, column = divmod(i, 2)
-        patch = images[b, :, 8 * row:8 * row + 8, 8 * column:8 * column + 8].flatten()
-        patch = (patch - patch.mean()) / (patch.var(correction=1) + 1e-6).sqrt()
-        expected = ((pred[b, i] - patch) ** 2).mean()
+        expected = squares(pred[b, i], images[b], i)
         assert torch.allclose(losses.pixel_loss(pred, images)[b, i], expected)
+
+
+@pytest.mark.parametrize("alike", (False, True))
+def test_the_spread_of_a_loss_is_its_deviation_over_an_images_selected_patches(alike):
+    """It has no gradient, also where all patches cost the same and its slope would be infinite."""
+    patch_loss = rand(5, 9) if not alike else torch.full((5, 9), 0.3).double()
+    counts = torch.tensor([[9], [1], [4], [7], [2]])
+    selected = torch.stack([torch.randperm(9) for _ in range(5)]) < counts
+    expected = np.mean([np.std(x[s].numpy()) for x, s in zip(patch_loss, selected)])
+    found = losses.coupled_loss("x", patch_loss.requires_grad_(), selected.double(), {}, expert=0)
+    assert found["x_spread"].item() == pytest.approx(expected, abs=1e-12)
+    assert not found["x_spread"].requires_grad
 
 
 def test_routed_losses_teach_the_router_to_leave_hard_patches():
@@ -409,29 +433,41 @@ def test_entropy_is_the_logarithm_of_119_if_uniform_and_0_with_a_gradient_if_of_
     assert entropy.item() == 0 and point.grad.isfinite().all()
 
 
+def plain_token(pred, targets, images, mask, b, prefix):
+    """Eq. 1 of image b -> (its patches' losses, which patches count, who weights them)"""
+    if pred.ids_keep is None:
+        kept, chosen = torch.arange(len(mask[b])), mask[b]
+    else:
+        kept = pred.ids_keep[b]
+        chosen = torch.ones(len(kept)).bool()
+    return huber(pred.tokens[b, prefix:], targets[b, 1 + kept]), chosen, 0
+
+
+def plain_pixel(pred, targets, images, mask, b, prefix):
+    """Eq. 3 of image b -> the same"""
+    loss = torch.stack([squares(x, images[b], i) for i, x in enumerate(pred.pixels[b])])
+    return loss, mask[b], 1 if pred.ids_keep is None else None
+
+
+PLAIN = {"token": plain_token, "pixel": plain_pixel}      # each loss of patches, by its equation
+ALL = tuple(dict.fromkeys(itertools.chain(*pretrain.OBJECTIVES.values())))
+
+
 def plain_losses(pred, targets, images, mask, objectives, loss_block, loss_weights="dispatch",
                  detach=False, lambdas=(), entropy_on="dispatch", importance_weight=0.0,
                  prefix=1):
     """Eq. 5 to 8, image by image -> (losses [K] without their weights w, regularizer)"""
     routed = [pred.routing[block] for block in loss_block]
-    sparse = pred.ids_keep is not None
     found = []
     for name in objectives:
         per_image = []
         for b in range(len(mask)):
             if name == "cls":
-                per_image.append(losses.cls_loss(pred.tokens[b, :1], targets[b, :1]))
+                per_image.append(1 - cosine(pred.tokens[b, 0], targets[b, 0]))
                 continue
-            if name == "token":
-                kept = pred.ids_keep[b] if sparse else torch.arange(len(mask[b]))
-                loss = losses.token_loss(pred.tokens[b, prefix:], targets[b, 1 + kept])
-                chosen = torch.ones(len(kept)).bool() if sparse else mask[b]
-            else:
-                loss = losses.pixel_loss(pred.pixels[b], images[b:b + 1])[0]
-                chosen = mask[b]
+            loss, chosen, expert = PLAIN[name](pred, targets, images, mask, b, prefix)
             weight = torch.ones_like(loss)
-            if routed and loss_weights != "uniform" and not (sparse and name == "pixel"):
-                expert = 1 if name == "pixel" else 0
+            if routed and loss_weights != "uniform" and expert is not None:
                 weight = sum(getattr(r, loss_weights)[b, prefix:, expert] for r in routed)
                 weight = weight / len(routed)
             if detach:
@@ -480,9 +516,6 @@ def couple(case, **keywords):
     return losses.explore_losses(case.pred, case.targets, case.images, case.mask, **keywords)
 
 
-ALL = ("token", "cls", "pixel")
-
-
 @pytest.mark.parametrize("dense, keywords", (
     (False, dict(objectives=ALL, lambdas=(0.5, 2.0, 0.1), importance_weight=300.0,
                  loss_block=(0, 3))),
@@ -505,7 +538,7 @@ def test_explore_losses_are_equations_5_to_8_with_their_gradients(dense, keyword
     for ours, plain in zip(values, expected):
         assert ours.item() == pytest.approx(plain.item(), rel=1e-5)
     assert found.item() == pytest.approx(regularizer.item(), rel=1e-5)
-    w = torch.tensor([1.0, 0.4, 2.0])[:len(values)]
+    w = torch.linspace(0.4, 2, len(values))
     leaves = [case.pred.tokens, case.pred.pixels, *(r.phi for r in case.routers.values())]
     torch.testing.assert_close(*(      # gradients of Eq. 8
         torch.autograd.grad((w * each).sum() + more, leaves, retain_graph=True, allow_unused=True)
@@ -514,7 +547,9 @@ def test_explore_losses_are_equations_5_to_8_with_their_gradients(dense, keyword
     kind = keywords.get("loss_weights", "dispatch")
     for name, value, mean in zip(keywords["objectives"], values, unweighted):
         assert metrics[name] == value
-        weighted = kind != "uniform" and (name == "token" or name == "pixel" and dense)
+        assert (f"{name}_spread" in metrics) == (name in PLAIN)
+        weighted = (kind != "uniform" and name in PLAIN
+                    and PLAIN[name](*case[:4], 0, prefix)[2] is not None)
         assert weighted == (f"{name}_ratio" in metrics) == (f"{name}_unweighted" in metrics)
         if weighted:
             assert metrics[f"{name}_unweighted"].item() == pytest.approx(mean.item(), rel=1e-5)
@@ -2920,9 +2955,9 @@ VECTORS = {"objective_weights", "entropy", "dispatch_cv", "cls_share"}
 
 @pytest.mark.parametrize("name, flags, fields", (
     ("pretrain", "--objective token_cls_pixel --encoding dense --experts 3",
-     {"token", "token_unweighted", "token_ratio", "cls", "pixel", "pixel_unweighted",
-      "pixel_ratio", "entropy_loss", "importance_loss"} | VECTORS),
-    ("pretrain", "--experts 0 --objective token", {"token", "objective_weights"}),
+     {"token", "token_spread", "token_unweighted", "token_ratio", "cls", "pixel", "pixel_spread",
+      "pixel_unweighted", "pixel_ratio", "entropy_loss", "importance_loss"} | VECTORS),
+    ("pretrain", "--experts 0 --objective token", {"token", "token_spread", "objective_weights"}),
     ("finetune", "", {"top1", "top5"}),
     ("segment", "", {"main", "auxiliary", "miou", "mean_accuracy", "pixel_accuracy"})))
 def test_a_line_of_the_log_has_its_fields(stage, monkeypatch, name, flags, fields):
