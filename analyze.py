@@ -4,7 +4,8 @@
     python analyze.py runs/coupled/last.pt runs/detached/last.pt    # two models side by side
     python analyze.py runs/coupled/epoch_*.pt                       # one run, epoch by epoch
 
-What most runs change: --data, --images, --block, --out. It writes
+What most runs change: --data (by default, what the checkpoint was trained on), --images, --block,
+--out. It writes
   heatmaps.png     the weight of each patch, over some images (Fig. 1 and A1)
   blocks.png       silhouette, entropy, variation and [CLS] share of each block (Fig. A2)
   correlation.png  expert 0's weight of a patch against the patch's token loss (Fig. A3)
@@ -41,7 +42,9 @@ TOKENS = 10_000      # about as many for the silhouette: distances of all pairs 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = common.make_parser(__doc__, "CHECKPOINT [CHECKPOINT ...] ")
-    parser.set_defaults(compile=False)      # to compile takes longer than a few images
+    parser.set_defaults(
+        compile=False,      # which takes longer than a few images
+        data=None)
     group = parser.add_argument_group("analysis")
     group.add_argument("checkpoints", nargs="+", type=common.path, metavar="CHECKPOINT",
                        help="models with experts")
@@ -83,6 +86,13 @@ def silhouette(features: Tensor, labels: Tensor) -> float:
     return s.where(sizes[labels] > 1, 0).mean().item()
 
 
+def trained_on(checkpoint: dict) -> str:
+    """The --data of the run that wrote a checkpoint, if it is still there, else the default."""
+    name = checkpoint["args"].get("data")
+    there = name and (name in (*data.DRAWN, *data.DOWNLOADED) or Path(name).exists())
+    return name if there else common.default_data()
+
+
 def find_teacher(checkpoint: dict, encoder: ViT, process: common.Process
                  ) -> tuple[nn.Module | None, FrozenEncoder | None]:
     """-> (a student's head, the teacher that trained it), or two None, after printing why"""
@@ -108,7 +118,8 @@ def collect(checkpoint: dict, encoder: ViT, args, process: common.Process) -> tu
     Raises UserError.
     """
     size, blocks = encoder.config["image_size"], encoder.moe_blocks
-    views = data.CenterViews(data.open_images(args.data, "val", size, labels=False), size)
+    images = args.data or trained_on(checkpoint)
+    views = data.CenterViews(data.open_images(images, "val", size, labels=False), size)
     rng = np.random.default_rng(args.seed)
     indices = torch.from_numpy(rng.permutation(len(views))[:args.images])
     sampled = torch.from_numpy(rng.random((len(indices), 1 + encoder.grid ** 2)))
@@ -188,10 +199,15 @@ def measure(path: str, args, process: common.Process) -> dict:
                 points=points)
 
 
+def shown_numbers(numbers: dict) -> dict:
+    """The numbers of a checkpoint, with those of the block that is shown among them."""
+    row, = (row for row in numbers["blocks"] if row["block"] == numbers["block"])
+    return numbers | row
+
+
 def report(numbers: dict):
     """Prints a line: what one checkpoint's expert 0 does in the block that is shown."""
-    row, = (row for row in numbers["blocks"] if row["block"] == numbers["block"])
-    found = numbers | row
+    found = shown_numbers(numbers)
     said = [f"{name} {np.ravel(found[name])[0]:.3f}" for name in (
         "silhouette", "dispatch_cv", "correlation") if name in found]
     print(f"{numbers['checkpoint']}: block {numbers['block']}, expert 0: {', '.join(said)}")
@@ -202,10 +218,12 @@ def report(numbers: dict):
 def draw_heatmaps(models: list[dict], experts: int, path: Path):
     """A row of images, then a row for each expert of each model: its weights over the images.
 
-    Each model has a scale of colors of its own. It spans the 1st to the 99th percentile of the
-    weights, because a few extreme patches would otherwise leave hardly any difference between the
-    others.
+    Each model has a scale of colors of its own, which its title names. Red patches have more than
+    the uniform weight, blue ones less. The scale leaves out the 1 % of the patches whose weights
+    are furthest from uniform, because few of them would make all others pale. It reaches at least
+    10 % up and down, so that weights which hardly vary are pale.
     """
+    from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
     images = models[0]["images"].permute(0, 2, 3, 1).numpy()                        # [M, S, S, 3]
     height, width = images.shape[1:3]
@@ -218,17 +236,20 @@ def draw_heatmaps(models: list[dict], experts: int, path: Path):
         axis.imshow(image)
     row = 1
     for model, weights in zip(models, shown):
-        low, high = np.quantile(weights, (0.01, 0.99))
+        half = max(0.1, np.quantile(abs(weights - 1), 0.99))
+        low, high = max(0.0, 1 - half), 1 + half
         side = math.isqrt(weights.shape[1])
         own = axes[row:row + weights.shape[2]]
         row += weights.shape[2]
-        own[0, 0].set_title(plain(model["numbers"]["name"]), loc="left", fontsize="medium")
+        title = f"{model['numbers']['name']}: {low:.2f} to {high:.2f} times the uniform weight"
+        own[0, 0].set_title(plain(title), loc="left", fontsize="medium")
         for expert, line in enumerate(own):
             line[0].set_ylabel(f"expert {expert}")
             for axis, values, image in zip(line, weights[..., expert], images):
                 axis.imshow(image.mean(-1), cmap="gray", vmin=0, vmax=255)
-                colors = axis.imshow(values.reshape(side, side), cmap="coolwarm", vmin=low,
-                                     vmax=high, alpha=0.65, extent=(0, width, height, 0))
+                colors = axis.imshow(values.reshape(side, side), cmap="coolwarm", alpha=0.65,
+                                     norm=TwoSlopeNorm(1, low, high),
+                                     extent=(0, width, height, 0))
         bar = figure.colorbar(colors, ax=own, label="weight / uniform")
         bar.ax.locator_params(axis="y", nbins=5)
     figure.savefig(path, dpi=90)
@@ -270,7 +291,11 @@ def draw_blocks(models: list[dict], experts: int, path: Path):
 
 
 def draw_correlation(models: list[dict], path: Path):
-    """The token loss of patches over expert 0's weight, with the regression line."""
+    """The token loss of patches over expert 0's weight, with the regression line.
+
+    Each title has the correlation, and the weights' coefficient of variation beside it: also the
+    weights of a router that does nothing correlate with the loss.
+    """
     from matplotlib.figure import Figure
     columns = min(3, len(models))      # as wide as blocks.png
     rows = math.ceil(len(models) / columns)
@@ -283,8 +308,10 @@ def draw_correlation(models: list[dict], path: Path):
         axis.axline((weight.mean(), loss.mean()), slope=slope, color="black", linestyle="--",
                     linewidth=1)
         axis.locator_params(axis="x", nbins=5)      # more labels, such as 1.0005, would overlap
-        axis.set(title=plain("{name}: r = {correlation:.3f}".format(**model["numbers"])),
-                 xlabel="expert 0's dispatch weight / uniform weight", ylabel="token loss")
+        found = shown_numbers(model["numbers"])
+        title = "{name}: r = {correlation:.2f}, cv {dispatch_cv[0]:.2g}".format(**found)
+        axis.set(title=plain(title), xlabel="expert 0's dispatch weight / uniform weight",
+                 ylabel="token loss")
     figure.savefig(path, dpi=90)
 
 

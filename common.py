@@ -147,6 +147,10 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter,
         return action.help if action.default is None else super()._get_help_string(action)
 
 
+def default_data() -> str:
+    return os.path.expanduser(os.environ.get("IMAGENET") or "data/imagenet")
+
+
 def make_parser(doc: str, arguments: str = "") -> argparse.ArgumentParser:
     """A parser with the flags that every stage has. `arguments` are in its line of usage."""
     parser = argparse.ArgumentParser(
@@ -154,8 +158,7 @@ def make_parser(doc: str, arguments: str = "") -> argparse.ArgumentParser:
         usage=f"%(prog)s {arguments}[FLAG ...]; --help explains the flags")
     group = parser.add_argument_group("input and machine")
     group.add_argument(
-        "--data", metavar="FOLDER", type=path,
-        default=os.environ.get("IMAGENET") or "data/imagenet",
+        "--data", metavar="FOLDER", type=path, default=default_data(),
         help="a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (segment.py: in ADE20K's "
              "layout; pretrain.py and analyze.py: any folder of images); or cifar10 or food101 "
              "in data/; or shapes or shapes-noise, which are drawn on the fly. $IMAGENET, if set, "

@@ -15,6 +15,6 @@ done
 
 python finetune.py $small --augment plain --layer-decay 1 --out runs/demo-teacher
 python pretrain.py $small --teacher runs/demo-teacher/last.pt --entropy-weight 0.5 --save-every 1 "$@" --out "$out"
-python knn.py runs/demo-teacher/last.pt "$out/epoch_0000.pt" "$out/last.pt" --data shapes --amp off --out "$out"
+python knn.py runs/demo-teacher/last.pt "$out/epoch_0000.pt" "$out/last.pt" --data shapes --amp off
 python plot.py "$out"
-python analyze.py "$out"/epoch_*.pt --data shapes --images 50 --amp off
+python analyze.py "$out"/epoch_*.pt --images 50 --amp off

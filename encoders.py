@@ -208,8 +208,8 @@ def load_encoder(source: str | Path | dict, grid: int | None = None,
                  drop_path: float = 0.0) -> ViT:
     """The encoder of a checkpoint file, or of what `load_checkpoint` returned. Raises UserError.
 
-    `grid` is the number of patches on a side of its images: position embeddings are resized to
-    it. By default, they stay as they are.
+    `grid` is the number of patches on a side of its images, which then have grid * patch_size
+    pixels: position embeddings are resized to it. By default, they stay as they are.
     """
     checkpoint = source if isinstance(source, dict) else load_checkpoint(source)
     config = dict(checkpoint["encoder"])

@@ -3,7 +3,7 @@
     python knn.py runs/pretrain/epoch_0300.pt
     torchrun --nproc_per_node 4 knn.py runs/pretrain/epoch_*.pt ViT-B-16/openai
 
-Each result is a line of knn.jsonl, which is appended.
+Each result is appended to knn.jsonl in the encoder's folder or, if it is no file, in runs/knn.
 """
 
 import argparse
@@ -34,8 +34,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--batch-size", type=positive_int, default=256,
                        help="images of one forward pass of one process")
     group.add_argument("--out", metavar="FOLDER", type=common.path,
-                       help="where knn.jsonl is (default: the folder of the first encoder if it "
-                            "is a file, else runs/knn)")
+                       help="where all rows go (default: each into knn.jsonl beside its "
+                            "checkpoint, and those of encoders without a file into runs/knn)")
     return parser.parse_args(argv)
 
 
@@ -94,8 +94,6 @@ def accuracy(name: str, encoder: FrozenEncoder, train: data.CenterViews, val: da
 def main(args) -> list[float]:
     """-> top-1 accuracy of each encoder, in percent"""
     process = common.Process(args)
-    of_file = Path(args.encoders[0]).is_file()
-    out = Path(args.out or (Path(args.encoders[0]).parent if of_file else "runs/knn"))
 
     @functools.cache      # to list a million images takes a while, and epochs share them
     def views(split: str, image_size: int) -> data.CenterViews:
@@ -109,6 +107,8 @@ def main(args) -> list[float]:
             raise UserError(f"-k {args.k}: {args.data} has only {len(train)} training images")
         if args.compile:
             encoder.compile()
+        beside = Path(name).parent if Path(name).is_file() else "runs/knn"
+        out = Path(args.out or beside)
         common.make_folder(out)      # before the work, not after it
         results[name] = accuracy(name, encoder, train, val, args, process)
         if process.rank == 0:

@@ -261,7 +261,15 @@ class ViT(nn.Module):
 
     def embed(self, images: Tensor, ids_keep: Tensor | None = None, mask: Tensor | None = None,
               mask_token: Tensor | None = None) -> Tensor:
-        """images [B, 3, S, S] -> the tokens that enter the first block [B, T, D]."""
+        """images [B, 3, S, S] -> the tokens that enter the first block [B, T, D].
+
+        Raises ValueError if the images have another size than the ViT.
+        """
+        size = self.grid * self.patch_size
+        if images.shape[2:] != (size, size):
+            raise ValueError(f"images of {tuple(images.shape[2:])} pixels; this ViT takes {size} x "
+                             f"{size}, a grid of {self.grid} x {self.grid} patches of "
+                             f"{self.patch_size} pixels")
         patches = patchify(images, self.patch_size)                              # [B, N, P]
         positions = self.pos_embed[:, 1:]
         if ids_keep is not None:      # nothing is ever computed of the other patches

@@ -5,7 +5,8 @@
 
 The picture has a panel for each of these that the logs have: the losses, the ratio of weighted to
 unweighted token loss, the variation of expert 0's dispatch weights over an image's patches, the
-learning rate, the scores on val/, and the k-NN accuracy, which knn.py writes to knn.jsonl.
+learning rate, the scores on val/, and the k-NN accuracies, which knn.py writes to knn.jsonl, by
+data set and pooling.
 """
 
 import argparse
@@ -27,10 +28,13 @@ PANELS = (
     ("weighted / unweighted token loss", "ratio, 1 is neutral", ("token_ratio",)),
     ("variation of expert 0's weights", "standard deviation / mean", ("dispatch_cv",)),
     ("learning rate", "AdamW's rate", ("lr",)),
-    ("k-NN accuracy", "top-1 (%)", ("knn",)),
     ("validation accuracy", "top-1 (%)", ("top1",)),
     ("segmentation of the validation images", "mIoU (%)", ("miou",)),
 )
+# what is in a log and has no panel
+OTHERS = {"step", "epoch", "grad_norm", "skipped", "objective_weights", "memory_gib",
+          "images_per_second", "loader_wait", "entropy", "entropy_loss", "importance_loss",
+          "cls_share", "top5", "mean_accuracy", "pixel_accuracy", "main", "auxiliary"}
 COLUMNS = 4
 
 
@@ -54,19 +58,21 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def read_run(folder: str) -> list[dict]:
-    """-> the lines of log.jsonl, then {"epoch", "knn"} for each epoch that knn.jsonl has
-
-    Of each epoch, the last row of knn.jsonl counts. Raises UserError if there is no line.
+    """-> the lines of log.jsonl, then those of knn.jsonl, in which the accuracy has the name of its
+    data set and pooling. Of equal ones, the last counts. Raises UserError if there is no line.
     """
     lines = read_lines(Path(folder, "log.jsonl"))
     if not lines:
         raise common.UserError(f"{folder} has no log.jsonl with a line")
     # knn.jsonl may hold other encoders, too; by its folder's name, a run that was moved is known
     name = os.path.basename(os.path.abspath(folder))
-    knn = {row["epoch"]: {"epoch": row["epoch"], "knn": row["top1"]}
-           for row in read_lines(Path(folder, "knn.jsonl"))
-           if row["epoch"] is not None and Path(row["encoder"]).parent.name in ("", name)}
-    lines += [knn[epoch] for epoch in sorted(knn)]
+    knn = {}
+    for row in read_lines(Path(folder, "knn.jsonl")):
+        if row["epoch"] is not None and Path(row["encoder"]).parent.name in ("", name):
+            kind = "[CLS]" if row["pool"] == "cls" else "mean patch"
+            field = f"k-NN, {os.path.basename(row['data'])}, {kind}"
+            knn[field, row["epoch"]] = {"epoch": row["epoch"], field: row["top1"]}
+    lines += [knn[key] for key in sorted(knn)]
     if "token" in lines[0]:      # a total that is mostly minus lambda times the entropies
         lines = [{name: line[name] for name in line if name != "loss"} for line in lines]
     return lines
@@ -85,11 +91,24 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
+def find_panels(logged: set[str]) -> list[tuple]:
+    """PANELS of these fields, and one for each other field that is no measure beside a loss: k-NN,
+    and an objective of one's own.
+    """
+    known = OTHERS.union(*(fields for _, _, fields in PANELS))
+    own = [name for name in sorted(logged - known)
+           if not name.endswith(("_unweighted", "_ratio", "_spread"))]
+    return [panel for panel in PANELS if logged.intersection(panel[2])] + [
+        (name, "top-1 (%)", (name,)) if name.startswith("k-NN")
+        else (f"{name} loss (dashed: unweighted)", "loss", (name, f"{name}_unweighted"))
+        for name in own]
+
+
 def draw(runs: dict[str, list[dict]], path: Path):
-    """A panel for each of PANELS that a run has, in which each run has its color."""
+    """A panel for each quantity that a run has, in which each run has its color."""
     from matplotlib.figure import Figure
     logged = set().union(*(line for lines in runs.values() for line in lines))
-    panels = [panel for panel in PANELS if logged.intersection(panel[2])]
+    panels = find_panels(logged)
     columns = min(COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(3.6 * columns, 2.8 * rows + 0.25 * len(runs)), layout="constrained")

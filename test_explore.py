@@ -192,6 +192,11 @@ def test_patches_are_dropped_or_replaced_around_the_position_embedding():
     assert torch.allclose(dense[:, 1:], torch.where(mask[..., None], replaced, whole[:, 1:]))
 
 
+def test_images_of_another_size_are_refused_in_a_line_that_names_both():
+    with pytest.raises(ValueError, match=r"\(40, 32\) pixels; this ViT takes 32 x 32, a grid of 4"):
+        nano()(torch.rand(1, 3, 40, 32))
+
+
 def test_a_soft_moe_takes_the_place_of_the_mlp_in_the_blocks_asked_for():
     vit = nano(experts=2, moe_blocks=[3, 0, 3]).double()
     assert vit.moe_blocks == vit.config["moe_blocks"] == [0, 3]      # in order, and once
@@ -3220,12 +3225,21 @@ def test_knn_prints_and_appends_rows_the_same_in_two_processes(photos, tmp_path,
     printed = capsys.readouterr().out
     assert printed == "".join(f"{top1:6.2f}%  {path}\n" for top1, path in zip(results, paths))
     assert run_two("knn.py", *paths, *flags) == printed
+    knn.main(knn.parse_args([*paths, *flags, "--out", str(tmp_path / "all")]))
     rows = [dict(encoder=path, step=step, epoch=epoch, data=photos, pool="cls", k=32,
                  temperature=0.07,
                  top1=top1) for path, step, epoch, top1 in zip(paths, (None, 12), (None, 3.0),
                                                                results)]
-    lines = (tmp_path / "knn.jsonl").read_text().splitlines()
-    assert list(map(json.loads, lines)) == rows * 2
+    for folder, expected in ((tmp_path, rows[:1] * 2), (tmp_path / "other", rows[1:] * 2),
+                             (tmp_path / "all", rows)):
+        lines = (folder / "knn.jsonl").read_text().splitlines()
+        assert list(map(json.loads, lines)) == expected
+
+
+def test_a_row_of_an_encoder_without_a_file_goes_into_runs_knn(photos, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    knn.main(knn.parse_args(["timm/test_vit/random", "--data", photos, *QUICK]))
+    assert json.loads(Path("runs/knn/knn.jsonl").read_text())["encoder"] == "timm/test_vit/random"
 
 
 def test_knn_that_cannot_write_its_rows_says_so_before_its_work(stage, capsys, monkeypatch):
@@ -3676,16 +3690,32 @@ def test_heatmaps_show_each_experts_weights_over_each_image(write_student, drawn
             assert np.allclose(below.get_array(), image.mean(-1))
             expected = one["weights"][column, :, expert].view(4, 4)
             assert np.array_equal(above.get_array(), expected)
-            assert np.allclose(above.get_clim(), np.quantile(one["weights"], (0.01, 0.99)))
+            half = np.quantile(abs(one["weights"] - 1), 0.99)
+            assert half > 0.1
+            assert np.allclose(above.get_clim(), (max(0, 1 - half), 1 + half))
+            assert above.norm(1) == 0.5      # white
     assert axes[1, 0].images[1].get_clim() != axes[4, 0].images[1].get_clim()
-    assert axes[1, 0].get_title(loc="left") == r"one \$x\$/last"      # $x$ is no mathematics
+    title = axes[1, 0].get_title(loc="left")
+    assert title.startswith(r"one \$x\$/last: ")      # $x$ is no mathematics
+    assert title.endswith("{:.2f} to {:.2f} times the uniform weight".format(*above.get_clim()))
+
+
+def test_weights_that_hardly_vary_are_pale_and_a_collapse_has_a_scale_from_0(write_student, drawn):
+    """Red and blue are the same distance from white on both sides of the uniform weight."""
+    show(write_student("pale", scale=-3.0 + 1e-3))      # about 0 in block 3, which is shown
+    pale = drawn["heatmaps.png"].axes[5].images[1]
+    assert pale.get_clim() == (0.9, 1.1) and abs(pale.norm(pale.get_array()) - 0.5).max() < 0.1
+    show(write_student("collapsed", scale=200.0))
+    low, high = drawn["heatmaps.png"].axes[5].images[1].get_clim()
+    assert low == 0 and high > 3
 
 
 def test_of_more_than_two_checkpoints_expert_0_is_drawn_in_the_order_given(write_student, drawn):
     models = show(*(write_student(name, scale) for name, scale in zip("cab", (9, 1, 3))))
     assert [numbers["name"] for numbers in models] == ["c/last", "a/last", "b/last"]
     heatmaps = drawn["heatmaps.png"].axes[5:20:5]
-    assert [axis.get_title(loc="left") for axis in heatmaps] == ["c/last", "a/last", "b/last"]
+    assert [axis.get_title(loc="left").split(":")[0] for axis in heatmaps] == [
+        "c/last", "a/last", "b/last"]
     for axis, name in zip(drawn["blocks.png"].axes,
                           ("silhouette", "entropy", "dispatch_cv", "cls_share")):
         for line, numbers in zip(axis.lines, models, strict=True):
@@ -3693,7 +3723,22 @@ def test_of_more_than_two_checkpoints_expert_0_is_drawn_in_the_order_given(write
             assert dict(zip(*line.get_data())) == values
             assert line.get_label() == f"{numbers['name']}, expert 0"
     assert [axis.get_title() for axis in drawn["correlation.png"].axes] == [
-        "{name}: r = {correlation:.3f}".format(**numbers) for numbers in models]
+        f"{numbers['name']}: r = {numbers['correlation']:.2f}, cv {row['dispatch_cv'][0]:.2g}"
+        for numbers in models for row in numbers["blocks"] if row["block"] == numbers["block"]]
+
+
+def test_without_data_the_analysis_sees_what_the_checkpoint_was_trained_on_if_that_is_there(
+        write_student, photos, monkeypatch, tmp_path):
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", Mock())      # which takes longer
+    monkeypatch.setenv("IMAGENET", str(tmp_path / "imagenet"))
+    write_images(tmp_path / "imagenet", "val/0.png")
+    opened = spy(monkeypatch, data, "open_images")
+    for trained, flags, seen in ((photos, "", photos), ("shapes", "", "shapes"),
+                                 ("gone", "", str(tmp_path / "imagenet")),
+                                 (photos, "--data shapes", "shapes")):
+        path = write_student(f"run{len(opened)}", data=trained)
+        analyze.main(analyze.parse_args([path, "--images", "3", *QUICK, *flags.split()]))
+        assert opened[-1].args[:2] == (seen, "val")
 
 
 def test_the_analysis_says_in_one_line_what_it_cannot_measure(write_student, tmp_path, capsys):
@@ -3724,13 +3769,14 @@ def write_run(tmp_path):
             field: values[epoch - 1] for field, values in fields.items()}) for epoch in (1, 2))
         # a run that is killed leaves half of a line
         (own / "log.jsonl").write_text(f"{first}\n{second}\n{second[:9]}")
-        rows = [(own / "epoch_0000.pt", 0.0, 10.0), (own / "last.pt", 2.0, 30.0),
-                (own / "epoch_0001.pt", 1.0, 90.0),
-                (f"before_it_was_moved/{name}/epoch_0001.pt", 1.0, 20.0),      # the last counts
-                (tmp_path / "teacher" / "last.pt", 2.0, 5.0), ("vit.pt", None, 6.0)]
+        rows = [(own / "epoch_0000.pt", 0.0, 10.0, "cls"), (own / "last.pt", 2.0, 30.0, "cls"),
+                (own / "epoch_0001.pt", 1.0, 90.0, "cls"), (own / "last.pt", 2.0, 40.0, "mean"),
+                (f"before_it_was_moved/{name}/epoch_0001.pt", 1.0, 20.0, "cls"),  # the last counts
+                (tmp_path / "teacher" / "last.pt", 2.0, 5.0, "cls"), ("vit.pt", None, 6.0, "cls")]
         (own / "knn.jsonl").write_text("".join(
-            json.dumps({"encoder": str(path), "epoch": epoch, "top1": top1}) + "\n"
-            for path, epoch, top1 in rows))
+            json.dumps({"encoder": str(path), "epoch": epoch, "top1": top1, "pool": pool,
+                        "data": "/a/photos"}) + "\n"
+            for path, epoch, top1, pool in rows))
         return str(own)
     return write
 
@@ -3739,7 +3785,8 @@ def test_each_run_is_drawn_over_epochs_in_a_panel_for_each_quantity_it_has(write
                                                                            tmp_path):
     """The loss of pretraining is left out: it is mostly entropies."""
     runs = [write_run("routed $x$", loss=[-9, -8], token=[0.4, 0.2], token_ratio=[1, 0.9],
-                      token_unweighted=[0.6, 0.3], dispatch_cv=[[0.1, 7], [0.3, 7]]),
+                      token_unweighted=[0.6, 0.3], dispatch_cv=[[0.1, 7], [0.3, 7]],
+                      edge=[3, 2], edge_unweighted=[4, 3], edge_ratio=[1, 1], entropy=[[1], [1]]),
             write_run("tuned", loss=[2.3, 1.2], top1=[30, 40], miou=[5, 6]) + "/"]
     plot.main(plot.parse_args([*runs, "--out", str(tmp_path / "new")]))
     assert (tmp_path / "new").is_dir()
@@ -3753,7 +3800,9 @@ def test_each_run_is_drawn_over_epochs_in_a_panel_for_each_quantity_it_has(write
         "weighted / unweighted token loss": [("-", "C0", (1, 1), (2, 0.9))],
         "variation of expert 0's weights": [("-", "C0", (1, 0.1), (2, 0.3))],
         "learning rate": [("-", "C0", (1, 1e-3), (2, 1e-3)), ("-", "C1", (1, 1e-3), (2, 1e-3))],
-        "k-NN accuracy": [("-", color, (0, 10), (1, 20), (2, 30)) for color in ("C0", "C1")],
+        "k-NN, photos, [CLS]": [("-", color, (0, 10), (1, 20), (2, 30)) for color in ("C0", "C1")],
+        "k-NN, photos, mean patch": [("-", color, (2, 40)) for color in ("C0", "C1")],
+        "edge loss": [("-", "C0", (1, 3), (2, 2)), ("--", "C0", (1, 4), (2, 3))],
         "validation accuracy": [("-", "C1", (1, 30), (2, 40))],
         "segmentation of the validation images": [("-", "C1", (1, 5), (2, 6))]}
     legend, = figure.legends
@@ -3972,7 +4021,10 @@ def test_the_papers_tables_stand_beside_what_runs_have_measured(stage, teacher, 
     (tmp_path / "runs").rename(tmp_path / "moved")
     best[0] = max(knns[:3])
     monkeypatch.setattr(results, "read_rows", lambda text: [dict(row) for row in found])
-    table = results.main(results.parse_args(["moved", "--markdown"]))
+    others = {"table": "Table 99", "row": "pretrain tc9", "paper": "1", "command":
+              "pretrain.py --out runs/tc9"}
+    found.append(others)
+    *table, _ = results.main(results.parse_args(["moved", "--markdown"]))
     assert [row["measured"] for row in table] == [best.get(i) for i in range(8)]
     assert table[0]["difference"] == pytest.approx(best[0] - 75.4)
     assert table[0]["note"] == f"best at epoch {max(i for i in range(3) if knns[i] == best[0])}"
@@ -3982,6 +4034,9 @@ def test_the_papers_tables_stand_beside_what_runs_have_measured(stage, teacher, 
     assert table[5]["difference"] == pytest.approx(best[5] - 84.1)
     assert [row["difference"] is None for row in table] == [0, 1, 1, 1, 0, 0, 0, 1]
     out = capsys.readouterr().out
+    assert "Table 99" not in out
+    results.main(results.parse_args(["moved", "--all"]))
+    assert "Table 99" in capsys.readouterr().out
     for row in table:
         line, = (line for line in out.splitlines() if line.startswith(f"| {row['row']} |"))
         assert f"| {row['paper']} | " in line and line.endswith(f" | {row['note']} |")
@@ -4102,7 +4157,7 @@ def test_the_demo_measures_the_run_that_it_trains(tmp_path, flags, folder):
     taught, trained, measured, plotted, analyzed = (
         STAGES[script].parse_args(argv) for script, *argv in map(str.split, out.splitlines()))
     assert trained.teacher == measured.encoders[0] == f"{taught.out}/last.pt"
-    assert trained.out == measured.out == plotted.runs[0] == folder
+    assert trained.out == plotted.runs[0] == folder and measured.out is None
     for path in (*measured.encoders[1:], *analyzed.checkpoints):
         assert os.path.dirname(path) == folder
 

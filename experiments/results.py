@@ -5,7 +5,8 @@
 
 A row is a command of REPRODUCE.md with the paper's number behind it. What stands beside it is the
 best k-NN accuracy of a pretraining run's epochs, and the best evaluation of any other run; a dash
-if there is none. A run with other flags than the command's has no difference to the paper.
+if there is none. Tables without any are left out, unless --all asks for them. A run with other
+flags than the command's has no difference to the paper.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))
+import common
 import finetune
 import linprobe
 import pretrain
@@ -37,7 +39,10 @@ python() { :; }
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="?", default="runs", help="their folder (default: runs)")
+    parser.add_argument("runs", nargs="?", type=common.path, default=str(HERE / "runs"),
+                        help="their folder (default: runs in this repository)")
+    parser.add_argument("--all", action="store_true",
+                        help="print tables without a measured row, too")
     parser.add_argument("--markdown", action="store_true", help="print tables for a page")
     args = parser.parse_args(argv)
     if not Path(args.runs).is_dir():
@@ -111,7 +116,11 @@ def main(args: argparse.Namespace) -> list[dict]:
         number = re.match(r"\d+(\.\d+)?$", row["paper"].split(",")[0])
         comparable = same and number and row["measured"] is not None
         row["difference"] = row["measured"] - float(number[0]) if comparable else None
-    for table in dict.fromkeys(row["table"] for row in rows):
+    tables = dict.fromkeys(row["table"] for row in rows
+                           if args.all or row["measured"] is not None)
+    if not tables:
+        print(f"{args.runs} has no run of REPRODUCE.md yet; --all prints the paper's numbers")
+    for table in tables:
         shown = [COLUMNS] + [
             (row["row"], row["paper"],
              "-" if row["measured"] is None else f"{row['measured']:.2f}",
