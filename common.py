@@ -274,7 +274,9 @@ class Process:
         return torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None)
 
     def first(self, decide):
-        """What decide() returns in the first process, in all. So it is with a UserError of it."""
+        """Calls decide() in the first process alone, and returns its result, or raises its
+        UserError, in all of them.
+        """
         answer = [None, None]
         if self.rank == 0:
             try:
@@ -372,9 +374,8 @@ def optimizer_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScale
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]
                   if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in parameters])
     scaler.unscale_(optimizer)
-    norm = norm / scaler.scale(torch.ones_like(norm))
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
     if clip_grad:
         nn.utils.clip_grads_with_norm_(parameters, clip_grad, norm)
     scaler.step(optimizer)

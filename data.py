@@ -1,4 +1,4 @@
-"""Images: data sets, views, block masks, loaders, and augmentation on the device.
+"""Images: data sets, views, block masks, how a batch is cut, loaders, augmentation on the device.
 
 What is random about a training image is a function of (seed, epoch, index), and the order of the
 images of an epoch is one of (seed, epoch). So the numbers of loaders and processes change nothing.
@@ -40,8 +40,8 @@ DOWNLOADED = {"cifar10": "CIFAR10", "food101": "Food101"}      # torchvision's n
 # ------------------------------------------------------------------------------- images
 
 def find_jpeg_decoder():
-    """A function that decodes a JPEG, bytes uint8 [L], as RGB and upright, uint8 [3, H, W]: that of
-    torchvision, which will lose it, or that of TorchCodec, to which it goes. None if there is none.
+    """A function that decodes a JPEG, bytes uint8 [L], as RGB and upright, uint8 [3, H, W]:
+    torchvision's, or TorchCodec's, because torchvision will drop its own. None if there is none.
     """
     def torchvisions(encoded: Tensor) -> Tensor:
         return torchvision.io.decode_jpeg(encoded, torchvision.io.ImageReadMode.RGB,
@@ -67,7 +67,8 @@ decode_jpeg = find_jpeg_decoder()
 
 def read_image(path: str | os.PathLike) -> Tensor:
     """Reads an image file as RGB, uint8 [3, H, W], upright. Raises UserError."""
-    # the same pixels as Pillow's, in less time; what it cannot read, Pillow reads, or names
+    # torchvision gives Pillow's pixels in less time. What it cannot read, Pillow reads, or raises
+    # the error that names the file.
     with contextlib.suppress(OSError, RuntimeError):
         encoded = np.fromfile(path, np.uint8)
         if decode_jpeg and encoded[:2].tolist() == [0xFF, 0xD8]:      # as all JPEGs begin
@@ -372,8 +373,9 @@ def largest_micro_batch(share: int) -> int:
     return max(n for n in range(1, min(share, MICRO_BATCH) + 1) if share % n == 0)
 
 
-def divide(args: argparse.Namespace, world: int, images: int) -> tuple[int, int]:
-    """How `world` processes divide a set of images -> (micro_steps, epoch_steps)
+def plan_steps(args: argparse.Namespace, world: int, image_count: int) -> tuple[int, int]:
+    """How `world` processes cut --batch-size into micro-batches, and an epoch into steps ->
+    (micro_steps, epoch_steps)
 
     micro_steps is the number of forward passes of a process in each step, and epoch_steps the
     number of steps in an epoch, of which an incomplete last one is left out. Raises UserError.
@@ -392,10 +394,10 @@ def divide(args: argparse.Namespace, world: int, images: int) -> tuple[int, int]
     if share % micro_batch:
         raise UserError(f"--micro-batch {micro_batch} does not divide {share}, each process's "
                         f"share of --batch-size {args.batch_size}")
-    if images < args.batch_size:
-        raise UserError(f"--batch-size {args.batch_size}: {args.data} has only {images} "
+    if image_count < args.batch_size:
+        raise UserError(f"--batch-size {args.batch_size}: {args.data} has only {image_count} "
                         "training images")
-    return share // micro_batch, images // args.batch_size
+    return share // micro_batch, image_count // args.batch_size
 
 
 def train_order(count: int, batch_size: int, micro_steps: int, seed: int, first: int,
@@ -416,16 +418,18 @@ def train_order(count: int, batch_size: int, micro_steps: int, seed: int, first:
             yield [(epoch, int(index)) for index in micro]
 
 
-def load(views: Dataset, order, process: Process, workers: int):
-    """Yields `order`'s batches of `views` on the device of `process`. Raises UserError."""
+def load(views: Dataset, batches_of_keys, process: Process, workers: int):
+    """Yields a batch of `views` on the device of `process` for each list of their keys. Raises
+    UserError.
+    """
     temporary = tempfile.gettempdir()
     if workers and len(os.fsencode(temporary)) > 70:      # or they wait for each other for good
         raise UserError(f"the name of the temporary folder {temporary} is too long for the sockets "
                         "of loaders: export TMPDIR=/tmp, or give --workers 0")
-    # the loader draws a seed when it starts: from a generator of its own, because drawing from the
-    # global one would change the drop path of the step
+    # It calls views[key] for each key. It draws a seed when it starts, from a generator of its own:
+    # drawing from the global one would change the drop path of the step.
     loader = DataLoader(
-        views, batch_sampler=order, num_workers=workers, worker_init_fn=shield,
+        views, batch_sampler=batches_of_keys, num_workers=workers, worker_init_fn=shield,
         pin_memory=process.device.type == "cuda", generator=torch.Generator())
     try:
         for batch in loader:

@@ -30,8 +30,9 @@ from model import DECODER, IMAGENET_MEAN, IMAGENET_STD, Attention, Explore, ViT,
 
 # -------------------------------------------------------------------------- from a file
 
-# The encoder of another repository's file is where this tensor is, and what stands before its name
-# is the prefix of all: `module.` after DDP, `_orig_mod.` after torch.compile, `backbone.`, ...
+# In another repository's file, this tensor shows where the encoder is: what stands before its name
+# stands before all of the encoder's names, such as `module.` after DDP, `_orig_mod.` after
+# torch.compile, or `backbone.`.
 PATCH_EMBED = "patch_embed.proj.weight"
 # Where trainers keep state dicts. If a file has several, the first of these is what its own library
 # would load: DINO and iBOT, I-JEPA, timm and DeiT train one model and use another, its average.
@@ -190,12 +191,12 @@ def convert_block(state: dict[str, Tensor], at: str, dim: int, experts: int):
     for n in (1, 2):      # a block without LayerScale scales by one
         gamma = state.pop(f"{at}gamma_{n}", torch.ones(dim))
         state.setdefault(f"{at}ls{n}.gamma", gamma)
-    # The release's keys have no bias. It would add the same to all logits of a query, so that
-    # zeros are as good.
+    # In the release's attention, keys have no bias. One would add the same to all logits of a
+    # query, so that zeros are as good.
     if f"{at}attn.q_bias" in state:
         q, v = state.pop(f"{at}attn.q_bias"), state.pop(f"{at}attn.v_bias")
         state[f"{at}attn.qkv.bias"] = torch.cat([q, torch.zeros_like(q), v])
-    if f"{at}mlp.phi" in state:      # the release has one more dimension, for its one slot
+    if f"{at}mlp.phi" in state:      # the release's scale has no dimension
         state[f"{at}mlp.router.phi"] = state.pop(f"{at}mlp.phi").view(dim, experts)
         state[f"{at}mlp.router.scale"] = state.pop(f"{at}mlp.scale").view(1)
         for n in (1, 2):             # its experts are linear layers
@@ -263,7 +264,8 @@ class FrozenEncoder(nn.Module):
     """Turns images into tokens: [B, 3, S, S] in [0, 1] -> [B, 1 + N, dim].
 
     [CLS] comes first. The images may have any size: they are resized to `image_size`, and
-    normalized by the model's own `mean` and `std`.
+    normalized by the model's own `mean` and `std`. A subclass has `tokens`, a function of the
+    normalized images.
     """
 
     def __init__(self, image_size: int, dim: int, mean: tuple, std: tuple):

@@ -87,8 +87,8 @@ def main(args) -> dict[str, float]:
     if args.compile:
         encoder.compile_blocks()
     return supervised.fit_classifier(
-        args, process, classifier, dataset, val, image_size, source=encoder.config, erase=True,
-        model_name=args.checkpoint or f"{args.model} from scratch",
+        args, process, classifier, dataset, val, image_size, erase=True,
+        model_name=args.checkpoint or f"{args.model} from scratch", encoder_config=encoder.config,
         lr_scale=supervised.layerwise_lr(len(encoder.blocks), args.layer_decay))
 
 

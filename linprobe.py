@@ -91,7 +91,7 @@ def main(args) -> dict[str, float]:
     if args.compile:
         frozen.compile()
     return supervised.fit_classifier(args, process, Probe(frozen, head), dataset, val,
-                                     frozen.image_size, source=args.encoder,
+                                     frozen.image_size, encoder_config=args.encoder,
                                      model_name=f"{args.probe} probe of {args.encoder}")
 
 

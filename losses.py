@@ -35,7 +35,8 @@ def cls_loss(pred: Tensor, target: Tensor) -> Tensor:
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
     """images [B, 3, H, W] -> patches [B, N, P], with P = 3 * patch_size ** 2 pixels in the order
-    (channel, y, x); MAE's order is (y, x, channel)
+    (channel, y, x); MAE's order is (y, x, channel). model.py has the same function: each of the
+    two files can be copied alone.
     """
     return F.pixel_unshuffle(images, patch_size).flatten(2).transpose(1, 2).contiguous()
 
@@ -56,8 +57,8 @@ def pixel_loss(pred: Tensor, images: Tensor) -> Tensor:
 def weighted_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
     """Eq. 5, the heart of the paper: a weighted mean over each image's patches.
 
-    patch_loss [B, N], weight [B, N] >= 0 -> scalar, the mean over images. In each image, at
-    least one weight must be above zero. The slope at a weight is (loss - weighted mean) / sum of
+    patch_loss [B, N], weight [B, N] >= 0 -> scalar, the mean over images. At least one weight of
+    each image must be above zero. The derivative by a weight is (loss - weighted mean) / sum of
     weights: descent takes weight from patches above the mean, and gives it to those below. Without
     the division, a router could make the loss small by giving weight to tokens without a loss.
     """
@@ -79,12 +80,12 @@ def patch_weights(dispatch: Tensor, expert: int = 0, detach: bool = False,
     return weight.detach() if detach else weight
 
 
-def coupled_loss(name: str, patch_loss: Tensor, selected: Tensor, routing: dict[str, Tensor],
+def coupled_loss(name: str, patch_loss: Tensor, selected: Tensor, stacked: dict[str, Tensor],
                  expert: int | None, loss_weights: str = "dispatch", detach: bool = False,
                  prefix: int = 1) -> dict[str, Tensor]:
     """Eq. 5: the mean loss of the selected patches, weighted by `expert` -> scalars by name
 
-    patch_loss [B, N], and selected [B, N], 1 for patches that count and 0 for the others. routing:
+    patch_loss [B, N], and selected [B, N], 1 for patches that count and 0 for the others. stacked:
     "dispatch" and "combine" weights of the loss blocks, [blocks, B, T, E] each, whose mean over
     blocks counts. Without routers (an empty dict), without an expert and with the loss_weights
     "uniform", all selected patches count alike; the loss_weights "combine" are an ablation.
@@ -94,9 +95,9 @@ def coupled_loss(name: str, patch_loss: Tensor, selected: Tensor, routing: dict[
     """
     unweighted = weighted_mean(patch_loss, selected)
     metrics = {name: unweighted, f"{name}_spread": loss_spread(patch_loss.detach(), selected)}
-    if not routing or expert is None or loss_weights == "uniform":
+    if not stacked or expert is None or loss_weights == "uniform":
         return metrics
-    weight = patch_weights(routing[loss_weights].mean(0), expert, detach, prefix)
+    weight = patch_weights(stacked[loss_weights].mean(0), expert, detach, prefix)
     if loss_weights == "dispatch":
         loss = weighted_mean(patch_loss, weight * selected)
     else:      # combine weights are not normalized, as in the paper: they can make the loss vanish
@@ -143,17 +144,17 @@ def dispatch_cv(dispatch: Tensor) -> Tensor:
     return (dispatch.std(1, unbiased=False) / dispatch.mean(1)).mean(0)
 
 
-def router_regularizer(routing: dict[str, Tensor], lambdas: Tensor | float,
+def router_regularizer(stacked: dict[str, Tensor], lambdas: Tensor | float,
                        entropy_on: str = "dispatch", importance_weight: float = 0.0
                        ) -> tuple[Tensor, dict[str, Tensor]]:
     """Eq. 7, and the importance loss -> (scalar, metrics); the mean over loss blocks
 
-    routing: as in `coupled_loss`. lambdas: of each expert, [E], or one for all. entropy_on: the
+    stacked: as in `coupled_loss`. lambdas: of each expert, [E], or one for all. entropy_on: the
     weights of Eq. 6, "dispatch" or, in an ablation, "combine".
     """
     # flatten(0, 1): [blocks, B, T, E] -> [blocks * B, T, E], so the mean is over blocks, too
-    entropy_loss = -(lambdas * dispatch_entropy(routing[entropy_on].flatten(0, 1))).sum()
-    importance = torch.stack([importance_loss(combine) for combine in routing["combine"]]).mean()
+    entropy_loss = -(lambdas * dispatch_entropy(stacked[entropy_on].flatten(0, 1))).sum()
+    importance = torch.stack([importance_loss(combine) for combine in stacked["combine"]]).mean()
     return entropy_loss + importance_weight * importance, {
         "entropy_loss": entropy_loss, "importance_loss": importance}
 
@@ -196,12 +197,12 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         patch_targets = targets[:, 1:].gather(1, ids)
         selected = torch.ones_like(patch_targets[..., 0])
     blocks = list(pred.routing)[-1:] if loss_block is None else loss_block
-    routing = {}
+    stacked = {}
     if blocks:
         routed = [pred.routing[block] for block in blocks]
-        routing = {"dispatch": torch.stack([each.dispatch for each in routed]),
+        stacked = {"dispatch": torch.stack([each.dispatch for each in routed]),
                    "combine": torch.stack([each.combine for each in routed])}
-    coupling = dict(routing=routing, loss_weights=loss_weights, detach=detach, prefix=prefix)
+    coupling = dict(stacked=stacked, loss_weights=loss_weights, detach=detach, prefix=prefix)
 
     metrics = {}      # the losses, and what the log shows beside them
     if "token" in objectives:
@@ -216,10 +217,10 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     losses = torch.stack([metrics[name] for name in objectives])
 
     regularizer = targets.new_zeros(())
-    if routing:
-        regularizer, terms = router_regularizer(routing, lambdas, entropy_on, importance_weight)
-        dispatch = routing["dispatch"].mean(0)
-        metrics |= terms | {"entropy": dispatch_entropy(routing["dispatch"].flatten(0, 1)),
+    if stacked:
+        regularizer, terms = router_regularizer(stacked, lambdas, entropy_on, importance_weight)
+        dispatch = stacked["dispatch"].mean(0)
+        metrics |= terms | {"entropy": dispatch_entropy(stacked["dispatch"].flatten(0, 1)),
                             "dispatch_cv": dispatch_cv(dispatch[:, prefix:]),
                             "cls_share": dispatch[:, 0].mean(0)}
     return losses, regularizer, {name: value.detach() for name, value in metrics.items()}

@@ -33,9 +33,9 @@ DECODER = dict(dim=512, depth=8, heads=16)      # App. E
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether this parameter has weight decay: all have, `phi` too, but biases (also the experts'
-    b1 and b2, which have two dimensions), norms, LayerScale, `scale`, position embeddings, and
-    [CLS], register and mask tokens. These are known by timm's names.
+    """Whether this parameter has weight decay. All have it, `phi` too, except biases (also the
+    experts' b1 and b2, which have two dimensions), norms, LayerScale, `scale`, position embeddings,
+    and [CLS], register and mask tokens, which are recognized by timm's names.
     """
     return parameter.ndim > 1 and not name.endswith((".b1", ".b2", "pos_embed", "_token"))
 
@@ -254,11 +254,6 @@ class ViT(nn.Module):
                 routings[i] = routing
         return self.norm(x), routings
 
-    def compile_blocks(self):
-        """Lets torch.compile compile each block, in place: few graphs serve all of them."""
-        for block in self.blocks:
-            block.compile()
-
     def embed(self, images: Tensor, ids_keep: Tensor | None = None, mask: Tensor | None = None,
               mask_token: Tensor | None = None) -> Tensor:
         """images [B, 3, S, S] -> the tokens that enter the first block [B, T, D].
@@ -283,6 +278,11 @@ class ViT(nn.Module):
         x = x + positions
         cls = self.cls_token + self.pos_embed[:, :1]
         return torch.cat([cls.expand(len(x), -1, -1), x], dim=1)
+
+    def compile_blocks(self):
+        """Lets torch.compile compile each block, in place: few graphs serve all of them."""
+        for block in self.blocks:
+            block.compile()
 
 
 @torch.no_grad()

@@ -116,10 +116,10 @@ def find_contradiction(parser: argparse.ArgumentParser, args: argparse.Namespace
                 if getattr(args, name) != parser.get_default(name)]
 
     objectives = OBJECTIVES[args.objective]
-    routing = given("moe_blocks", "loss_weights", "loss_block", "detach", "entropy_weight",
-                    "entropy_on", "importance_weight")
-    if routing and not args.experts:
-        return f"{routing[0]} needs --experts above 0"
+    routed = given("moe_blocks", "loss_weights", "loss_block", "detach", "entropy_weight",
+                   "entropy_on", "importance_weight")
+    if routed and not args.experts:
+        return f"{routed[0]} needs --experts above 0"
     for name in ("cls", "pixel"):
         if (weight := given(f"{name}_weight")) and (
                 name not in objectives or args.balance != "static"):
@@ -173,7 +173,7 @@ def build_balance(args, student: Explore, process: common.Process) -> ObjectiveW
 def main(args):
     process = common.Process(args)
     dataset = data.open_images(args.data, "train", args.image_size, labels=False)
-    micro_steps, epoch_steps = data.divide(args, process.world, len(dataset))
+    micro_steps, epoch_steps = data.plan_steps(args, process.world, len(dataset))
     steps = args.epochs * epoch_steps
 
     grid = args.image_size // args.patch_size
@@ -192,8 +192,8 @@ def main(args):
                   entropy_on=args.entropy_on, importance_weight=args.importance_weight)
 
     model_name = f"{args.model} with {args.experts} experts, taught by {args.teacher}"
-    run = Run(args, process, model_name, images=len(dataset), steps=steps,
-              epoch_steps=epoch_steps, source=student.encoder.config, keeps=True,
+    run = Run(args, process, model_name, image_count=len(dataset), steps=steps,
+              epoch_steps=epoch_steps, encoder_config=student.encoder.config, keeps=True,
               shown=objectives, model=student, optimizer=optimizer, balance=balance)
     first = run.resume()                                    # 0, or last.pt's step
     if first == 0:
@@ -201,7 +201,7 @@ def main(args):
     if args.compile:
         student.encoder.compile_blocks()
         teacher.compile()
-    model = process.parallel(student.train())               # DDP, if there are several processes
+    parallel = process.parallel(student.train())            # DDP, if there are several processes
     views = data.TrainViews(dataset, args.image_size, args.seed, grid, args.mask_ratio)
     batches = run.timed(data.train_batches(views, args, process, micro_steps, first,
                                            run.stop_step))
@@ -219,9 +219,9 @@ def main(args):
                 images, mask = data.augment(batch), batch["mask"]       # [B, 3, S, S], bool [B, N]
                 with torch.no_grad():
                     targets = teacher(images)                           # [B, 1 + N, Dt]
-                with process.accumulating(model, last=micro_step == micro_steps):
+                with process.accumulating(parallel, last=micro_step == micro_steps):
                     with process.autocast():
-                        pred = model(normalize(images), mask, batch["ids_keep"])
+                        pred = parallel(normalize(images), mask, batch["ids_keep"])
                     losses, regularizer, metrics = explore_losses(pred, targets, images, mask,
                                                                   **routed)
                     loss = (w * losses).sum() + regularizer             # Eq. 8, and Eq. 7

@@ -1,7 +1,8 @@
 """A training run in its folder: its log, its checkpoints, resuming, and stopping on request.
 
 All stages that train use it. A checkpoint is written whole or not at all, and a run that resumes
-goes on as if it had never stopped.
+goes on as if it had never stopped. For that, no state of a random generator is saved: all that is
+random is a function of the seed and of the step or the image (`common.STREAMS`).
 """
 
 import contextlib
@@ -35,19 +36,20 @@ FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "recompute", "
 class Run:
     """A training run in its folder `args.out`: it resumes, logs, saves, and stops when asked to.
 
-    model_name: for the line that a run begins with. images: the number of training images. steps,
-    epoch_steps: the steps of the whole run, and of an epoch. source: what rebuilds the encoder, the
-    arguments of `ViT` or, of a probe, the encoder's name. keeps: whether epoch_NNNN.pt is kept
-    every --save-every; a stage that evaluates then keeps best.pt instead. shown: the fields of the
-    log that the progress bar shows. parts: what has a state that last.pt keeps, by name; other
-    checkpoints keep the model's alone.
+    model_name: for the line that a run begins with. image_count: of the training set. steps,
+    epoch_steps: the steps of the whole run, and of an epoch. encoder_config: what checkpoints save
+    as "encoder", the arguments of `ViT` or, of a probe, its encoder's name. keeps: True in
+    pretraining, which keeps an epoch_NNNN.pt every --save-every; other stages evaluate then, and
+    keep best.pt. shown: the fields of the log that the progress bar shows. parts: what has a state
+    that last.pt keeps, by name; other checkpoints keep the model's alone.
     """
 
-    def __init__(self, args, process: Process, model_name: str, *, images: int, steps: int,
-                 epoch_steps: int, source, keeps: bool = False, shown=("loss",), **parts):
+    def __init__(self, args, process: Process, model_name: str, *, image_count: int, steps: int,
+                 epoch_steps: int, encoder_config, keeps: bool = False, shown=("loss",), **parts):
         self.args, self.process, self.folder = args, process, Path(args.out)
-        self.model_name, self.source, self.keeps, self.shown = model_name, source, keeps, shown
-        self.images, self.total, self.epoch_steps = images, steps, epoch_steps
+        self.model_name, self.encoder_config = model_name, encoder_config
+        self.keeps, self.shown = keeps, shown
+        self.image_count, self.total, self.epoch_steps = image_count, steps, epoch_steps
         # steps between two evaluations or kept checkpoints, and between two last.pt
         self.save_every = self.last_every = args.save_every
         if "epochs" in args:      # segmentation counts in iterations
@@ -56,11 +58,11 @@ class Run:
         self.parts = parts | {"scaler": process.scaler}
         self.best = {}               # the best evaluation's scores
         self.scores = {}             # this step's, for the next line of the log
-        self.evaluated = True        # False: the evaluation of the first step's last.pt is to do
+        self.evaluated = True        # False: last.pt is from before its evaluation, which is to do
         self.line = {}               # of the log, the last one
         self.signal = 0              # the number of the one that asked to stop
         self.metrics = {}            # since the last line of the log: by name, values of steps
-        self.lost = 0                # steps in a row, in lines of which no loss was finite
+        self.lost = 0                # steps of the last lines that have no finite loss
         self.timed_from = None       # the speed is that of the steps since this one
         self.since = self.waited = 0.0
 
@@ -90,19 +92,20 @@ class Run:
                 self.best, self.evaluated = state["best"], state.get("evaluated", True)
             except Exception as error:      # each kind of damage has its own
                 raise self.damaged(error) from error
-        self.say(f"{self.folder}: {self.model_name}; {self.images} images, {self.epoch_steps} "
+        self.say(f"{self.folder}: {self.model_name}; {self.image_count} images, {self.epoch_steps} "
                  f"steps an epoch, {self.process.world} x {self.process.device.type} in "
                  f"{self.process.amp or torch.float32}, from step {first} of {self.total}")
         return first
 
     def claim(self) -> int:
-        """Decides whether this run may work in its folder, and begins to -> last.pt's step, or 0
+        """Decides whether this run may work in its folder, and starts to -> last.pt's step, or 0
 
         Writes args.json: the flags, their defaults, the number of images, and where the run comes
         from. Raises UserError if the folder is another run's, or if this run is already at work.
         """
         common.make_folder(self.folder)
-        record = {"args": vars(self.args), "defaults": self.args.defaults, "images": self.images}
+        record = {"args": vars(self.args), "defaults": self.args.defaults,
+                  "images": self.image_count}
         origins = read_origins(self.folder, record)
         self.log_file = lock_log(self.folder)
         for left in self.folder.glob("*.tmp"):      # by a process that was killed
@@ -116,7 +119,9 @@ class Run:
         self.write("args.json", lambda path: path.write_text(record))
         state = self.read_last()
         first = state["step"] if state else 0
-        trim_log(self.log_file, first if state and state.get("evaluated", True) else first - 1)
+        # the line of a step is written after its evaluation
+        evaluated = state and state.get("evaluated", True)
+        trim_log(self.log_file, first if evaluated else first - 1)
         if state:
             self.compare_ages()
         return first
@@ -214,8 +219,10 @@ class Run:
         yield
         self.since += time.perf_counter() - start
 
-    def make_up(self, done: int):
-        """Ends the evaluation after the first step's last.pt, in the middle of which it stopped."""
+    def finish_evaluation(self, done: int):
+        """Ends an evaluation that was interrupted, and that the resumed run has repeated. Its line
+        of the log has the scores alone: the means since the line before it are lost.
+        """
         self.write_line({"step": done, "epoch": done / self.epoch_steps} | self.scores)
         self.save("last.pt", done, *self.parts)
 
@@ -307,9 +314,9 @@ class Run:
         if not finite(state):
             raise UserError(f"step {step}: the model or the optimizer holds a NaN or infinity, "
                             f"and {name} is not written")
-        state |= {"encoder": self.source, "args": vars(self.args), "amp": str(self.process.amp),
-                  "step": step, "epoch": step / self.epoch_steps, "best": self.best,
-                  "evaluated": evaluated}
+        state |= {"encoder": self.encoder_config, "args": vars(self.args),
+                  "amp": str(self.process.amp), "step": step, "epoch": step / self.epoch_steps,
+                  "best": self.best, "evaluated": evaluated}
         self.write(name, lambda path: torch.save(state, path))
 
     def write(self, name: str, save):
@@ -323,7 +330,9 @@ class Run:
         said = [f"step {done} of {self.total}",
                 "{images_per_second:.0f} images/s, {loader_wait:.0%} of the time waiting for them"
                 .format(**self.line)]
-        said += [f"best {name} {value:.2f}%" for name, value in self.best.items()]
+        if self.best:
+            said.append("best evaluation: " + ", ".join(
+                f"{name} {value:.2f}%" for name, value in self.best.items()))
         if done < self.stop_step:
             name = signal.Signals(self.signal).name if self.signal else "a signal"
             said.append(f"stopped by {name}, and the same command resumes")

@@ -64,10 +64,10 @@ class Scenes(data.Photos):
     """
 
     def __init__(self, root: str, split: str, zero_is_class: bool = False):
-        images = os.path.join(root, "images", split)
-        super().__init__(images, f"--data {root}: no image in {images}; expected ADE20K's layout, "
+        folder = os.path.join(root, "images", split)
+        super().__init__(folder, f"--data {root}: no image in {folder}; expected ADE20K's layout, "
                          f"images/{split}/*.jpg and annotations/{split}/*.png")
-        names = (os.path.relpath(self.path(i), images) for i in range(len(self)))
+        names = (os.path.relpath(self.path(i), folder) for i in range(len(self)))
         self.annotations = [Path(root, "annotations", split, name).with_suffix(".png")
                             for name in names]
         self.zero_is_class = zero_is_class
@@ -377,7 +377,7 @@ def main(args) -> dict[str, float]:
         return measure(segmenter, val_views, args, process)
 
     return supervised.fit(args, process, segmenter, TrainScenes(scenes, crop, classes, args.seed),
-                          compute_loss, evaluate, source=encoder.config,
+                          compute_loss, evaluate, encoder_config=encoder.config,
                           model_name=f"UperNet on {args.checkpoint}",
                           lr_scale=supervised.layerwise_lr(len(encoder.blocks), args.layer_decay))
 

@@ -171,12 +171,12 @@ def accuracy(model: nn.Module, views: data.CenterViews, args, process: common.Pr
 
 
 def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dataset, val: Dataset,
-                   image_size: int, *, model_name: str, source, erase: bool = False,
+                   image_size: int, *, model_name: str, encoder_config, erase: bool = False,
                    lr_scale=lambda name: 1.0) -> dict[str, float]:
     """Trains a classifier of whole images -> top-1 and top-5 of the best evaluation on `val`
 
     model: images [B, 3, S, S] in [0, 1] -> logits [B, C]. `erase` adds random erasing to strong
-    augmentation. model_name, source: see `Run`. lr_scale: see `common.adamw`.
+    augmentation. model_name, encoder_config: see `Run`. lr_scale: see `common.adamw`.
     """
     strong = args.augment == "strong"
     views = (StrongViews(dataset, image_size, args.seed, erase) if strong
@@ -199,21 +199,21 @@ def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dat
         return accuracy(model, val_views, args, process)
 
     return fit(args, process, model, views, compute_loss, evaluate, model_name=model_name,
-               source=source, lr_scale=lr_scale)
+               encoder_config=encoder_config, lr_scale=lr_scale)
 
 
 # ----------------------------------------------------------------------------- the loop
 
 def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute_loss, evaluate,
-        *, model_name: str, source, lr_scale=lambda name: 1.0) -> dict[str, float]:
+        *, model_name: str, encoder_config, lr_scale=lambda name: 1.0) -> dict[str, float]:
     """The loop of finetuning, probes and segmentation -> the scores of the best evaluation
 
     views: of training images, as `data.TrainViews` are. compute_loss(model, batch) returns
     metrics, of which "loss" is what the gradient is of. evaluate() returns scores in percent, of
-    which the first decides what the best is. model_name, source: see `Run`. lr_scale: see
+    which the first decides what the best is. model_name, encoder_config: see `Run`. lr_scale: see
     `common.adamw`.
     """
-    micro_steps, epoch_steps = data.divide(args, process.world, len(views))
+    micro_steps, epoch_steps = data.plan_steps(args, process.world, len(views))
     normalized = any(isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d))
                      for layer in model.modules())
     if normalized and args.batch_size == process.world * micro_steps:
@@ -225,8 +225,9 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
         steps, warmup, decay = args.iterations, args.warmup_iterations, "linear"
 
     optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
-    run = Run(args, process, model_name, images=len(views), steps=steps, epoch_steps=epoch_steps,
-              source=source, model=model, optimizer=optimizer)
+    run = Run(args, process, model_name, image_count=len(views), steps=steps,
+              epoch_steps=epoch_steps, encoder_config=encoder_config, model=model,
+              optimizer=optimizer)
     first = run.resume()
     parallel = process.parallel(model.train())
     batches = run.timed(data.train_batches(views, args, process, micro_steps, first,
@@ -242,10 +243,10 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
             run.keep_best(step, evaluate())      # best.pt
             model.train()
 
-    if not run.evaluated:                        # it stopped in the middle of that
-        evaluate_after(first - 1)
-        run.make_up(first)
     with run.listening():
+        if not run.evaluated:                    # the run was stopped in the middle of that
+            evaluate_after(first - 1)
+            run.finish_evaluation(first)
         for step in run.steps(first):
             lr = common.learning_rate(step, steps, warmup, args.lr, args.min_lr, decay)
             common.set_rate(optimizer, lr)

@@ -730,8 +730,8 @@ def test_checkpoints_of_the_authors_trainer_load(tmp_path, monkeypatch, prefix, 
             for j, part in enumerate(value):
                 part = part.T.contiguous() if kind == "weight" else part
                 state[f"{found[1]}experts.{j}.fc{found[3]}.{kind}"] = part
-        elif ".router." in name:                                         # a dimension for slots
-            state[name.replace(".router", "")] = value[..., None] if "phi" in name else value
+        elif ".router." in name:                                         # a scale of no dimension
+            state[name.replace(".router", "")] = value if "phi" in name else value[0]
         else:
             state[name] = value
     torch.save({"model": state, "config": {"data": Path("a")}, "best_loss": np.float32(math.inf),
@@ -1732,7 +1732,7 @@ def test_each_purpose_seed_step_rank_and_epoch_has_random_numbers_of_its_own():
     ("--batch-size 30 --micro-batch 5", 3, (2, 42705))))
 def test_any_number_of_processes_has_the_papers_batch_of_4096(flags, world, expected):
     """Micro-batches have 256 images at most, and all the same number."""
-    assert data.divide(pretrain.parse_args(flags.split()), world, 1281167) == expected
+    assert data.plan_steps(pretrain.parse_args(flags.split()), world, 1281167) == expected
 
 
 @pytest.mark.parametrize("flags, world", (
@@ -1740,8 +1740,8 @@ def test_any_number_of_processes_has_the_papers_batch_of_4096(flags, world, expe
     ("--batch-size 100", 1)))
 def test_a_batch_must_divide_among_processes_and_have_no_more_images_than_there_are(flags, world):
     with pytest.raises(common.UserError, match=" ".join(flags.split()[:2])):
-        data.divide(pretrain.parse_args(flags.split()), world, 99)
-    assert data.divide(pretrain.parse_args(["--batch-size", "99"]), 1, 99) == (1, 1)
+        data.plan_steps(pretrain.parse_args(flags.split()), world, 99)
+    assert data.plan_steps(pretrain.parse_args(["--batch-size", "99"]), 1, 99) == (1, 1)
 
 
 @pytest.mark.parametrize("batch_size, world, better", (
@@ -1751,12 +1751,12 @@ def test_a_batch_that_divides_into_tiny_micro_batches_is_refused_and_better_ones
         batch_size, world, better):
     """257 is a prime number: one image at a time would be 257 forward passes a step."""
     with pytest.raises(common.UserError, match=f"--batch-size {batch_size}: ") as caught:
-        data.divide(pretrain.parse_args(["--batch-size", str(batch_size)]), world, 9999)
+        data.plan_steps(pretrain.parse_args(["--batch-size", str(batch_size)]), world, 9999)
     numbers = set(map(int, re.findall(r"\d+", str(caught.value))))
     assert set(better) <= numbers
     for each in better:
         args = pretrain.parse_args(["--batch-size", str(each)])
-        micro_steps, _ = data.divide(args, world, 9999)
+        micro_steps, _ = data.plan_steps(args, world, 9999)
         assert each / world / micro_steps >= 64
 
 
@@ -3005,7 +3005,8 @@ def test_the_speed_is_that_of_all_processes_together(tmp_path, monkeypatch):
                               defaults={})
     process = Mock(rank=0, world=2, device=torch.device("cpu"), sum=lambda values: values)
     monkeypatch.setattr(run, "time", Mock(perf_counter=Mock(return_value=0.0)))
-    one = run.Run(args, process, "a model", images=99, steps=9, epoch_steps=5, source=None)
+    one = run.Run(args, process, "a model", image_count=99, steps=9, epoch_steps=5,
+                  encoder_config=None)
     one.claim()
     one.start_clock(4)
     one.log({"loss": torch.ones(()), "skipped": torch.zeros(())})
