@@ -335,13 +335,14 @@ def seed_torch(stream: str, *key: int):
 def learning_rate(step: int, steps: int, warmup: int, lr: float, min_lr: float,
                   decay: str = "cosine") -> float:
     """The rate of a step: it rises linearly to `lr` at the end of the warm-up, and then falls to
-    `min_lr` at the last step, along a "cosine" or "linear".
+    `min_lr`, along a "cosine" to the last step, or "linear" to the step after it. The linear one is
+    mmcv's, which falls from the first step on, also while the warm-up raises it.
     """
+    if decay == "linear":
+        return (lr + (min_lr - lr) * step / steps) * min(1, (step + 1) / max(warmup, 1))
     if step < warmup:
         return lr * (step + 1) / warmup
     progress = (step + 1 - warmup) / (steps - warmup)      # 0 to 1
-    if decay == "linear":
-        return lr + (min_lr - lr) * progress
     return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 

@@ -1773,6 +1773,14 @@ def test_batch_normalization_needs_two_images_at_a_time(stage, capsys, tmp_path,
         assert not (tmp_path / "run").exists()
 
 
+def test_the_linear_decay_is_mmcvs():
+    """From 8e-5, the release's rate is 7.925e-5 after 1,500 steps of warm-up, and 5e-10 at last."""
+    rates = [common.learning_rate(step, 160_000, 1500, 8e-5, 0.0, "linear")
+             for step in (0, 1499, 1500, 80_000, 159_999)]
+    assert rates == pytest.approx([8e-5 / 1500, 7.92505e-5, 7.925e-5, 4e-5, 5e-10], rel=1e-9)
+    assert common.learning_rate(0, 10, 0, 1.0, 0.0, "linear") == 1
+
+
 def test_no_weight_decay_on_the_biases_of_experts_and_no_update_of_what_is_frozen():
     """Plain loops have all other groups."""
     student = small_student(nano(experts=2), 7, dense=True, pixels=True)
@@ -1963,8 +1971,11 @@ class Plain:
         for step in range(args.max_steps):
             rate = args.lr * (step + 1) / max(warmup, 1)
             way = (step + 1 - warmup) / (total - warmup)
-            if way > 0:
-                fall = 1 - way if linear else (1 + math.cos(math.pi * way)) / 2
+            if linear:
+                fall = args.min_lr + (args.lr - args.min_lr) * (1 - step / total)
+                rate = min(step + 1, warmup) / warmup * fall
+            elif way > 0:
+                fall = (1 + math.cos(math.pi * way)) / 2
                 rate = args.min_lr + (args.lr - args.min_lr) * fall
             self.rows.append({"lr": rate, "skipped": 0})
             epoch, at = divmod(step, epoch_steps)
