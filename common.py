@@ -29,7 +29,8 @@ class UserError(Exception):
 def note(line: str):
     """Prints a line that the user should read, to standard error, by the first process alone."""
     if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr, flush=True)
+        tqdm.write(line, file=sys.stderr)      # beside a progress bar
+        sys.stderr.flush()
 
 
 tqdm.monitor_interval = 0      # no thread of progress bars: loaders are forked, threads are not
@@ -79,7 +80,7 @@ class Output:
 
 
 def launch(main, args: argparse.Namespace):
-    """Calls `main(args)` as a program."""
+    """Calls `main(args)` as a program: what a user can mend becomes one line and exit code 2."""
     sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
     try:
         main(args)
@@ -135,7 +136,7 @@ def path(text: str) -> str:
 
 
 class Flags(argparse.Namespace):
-    """The flags of a stage. `defaults`, those of all flags, are beside them and not in vars()."""
+    """The flags of a stage, and beside them `defaults`, those of all: a slot is not in vars()."""
     __slots__ = ("defaults",)
 
 
@@ -257,7 +258,8 @@ class Process:
         if cuda:
             torch.cuda.set_device(self.device)
         if self.world > 1 and not dist.is_initialized():
-            note("{WORLD_SIZE} processes meet at {MASTER_ADDR}:{MASTER_PORT}".format(**os.environ))
+            place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+            note(f"{self.world} processes meet at {place}")
             dist.init_process_group("nccl" if cuda else "gloo")
 
         amp = args.amp if cuda or args.amp != "fp16" else "off"
@@ -273,7 +275,7 @@ class Process:
     def autocast(self):
         return torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None)
 
-    def first(self, decide):
+    def from_first(self, decide):
         """Calls decide() in the first process alone, and returns its result, or raises its
         UserError, in all of them.
         """

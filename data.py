@@ -6,12 +6,13 @@ Loaders send uint8; what is cheaper for a batch, such as color jitter, happens o
 """
 
 import argparse
+import atexit
 import contextlib
 import functools
 import io
-import itertools
 import math
 import mimetypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -234,7 +235,7 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
                 f"--data {data} is not whole in data/ ({type(error).__name__}), and this downloads "
                 f"it: python -c \"import torchvision; torchvision.datasets.{DOWNLOADED[data]}"
                 "('data', download=True)\"") from error
-    check_data(data, "a folder of images")
+    check_data(data)
     if labels:
         return Folder(data, split)
     folder = os.path.join(data, split)
@@ -242,17 +243,17 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
     return Photos(folder, f"--data {data}: no image in {folder}")
 
 
-def check_data(data: str, needed: str):
+def check_data(data: str):
     """Raises UserError if there is no folder of this name, unless it is a single image."""
     try:
         os.stat(data)
         if os.path.isfile(data):
             read_image(data)
     except OSError as error:
-        raise UserError(f"--data {data}: {error.strerror}; expected {needed}") from error
+        raise UserError(f"--data {data}: {error.strerror}; expected a folder of images") from error
     except UserError as error:
-        raise UserError(f"--data {data} is a file, and no image; expected {needed}, and archives "
-                        "have to be unpacked") from error
+        raise UserError(f"--data {data} is a file, and no image; expected a folder of images, and "
+                        "archives have to be unpacked") from error
 
 
 # ------------------------------------------------------------------- views of one image
@@ -368,11 +369,6 @@ class TrainViews(CenterViews):
 MICRO_BATCH = 256      # images at most, if --micro-batch does not say otherwise
 
 
-def largest_micro_batch(share: int) -> int:
-    """The largest divisor, up to MICRO_BATCH, of a process's share of --batch-size."""
-    return max(n for n in range(1, min(share, MICRO_BATCH) + 1) if share % n == 0)
-
-
 def plan_steps(args: argparse.Namespace, world: int, image_count: int) -> tuple[int, int]:
     """How `world` processes cut --batch-size into micro-batches, and an epoch into steps ->
     (micro_steps, epoch_steps)
@@ -383,14 +379,16 @@ def plan_steps(args: argparse.Namespace, world: int, image_count: int) -> tuple[
     share = args.batch_size // world      # of one process
     if args.batch_size % world:
         raise UserError(f"--batch-size {args.batch_size} is not a multiple of {world} processes")
-    micro_batch = args.micro_batch or largest_micro_batch(share)
-    if not args.micro_batch and micro_batch < min(share, MICRO_BATCH // 4):
-        better = [next(n for n in numbers if largest_micro_batch(n) >= MICRO_BATCH // 4)
-                  for numbers in (range(share, 0, -1), itertools.count(share))]
+    # the largest divisor of the share that is not above MICRO_BATCH
+    micro_batch = args.micro_batch or max(
+        n for n in range(1, min(share, MICRO_BATCH) + 1) if share % n == 0)
+    least = MICRO_BATCH // 4
+    if not args.micro_batch and micro_batch < min(share, least):
+        near = args.batch_size // (least * world) * least * world
         raise UserError(
             f"--batch-size {args.batch_size}: the {share} images of each process divide into no "
-            f"more than {micro_batch} at a time, which is slow; {better[0] * world} and "
-            f"{better[1] * world} divide well, or say --micro-batch {micro_batch}")
+            f"more than {micro_batch} at a time, which is slow; {near} and {near + least * world} "
+            f"divide well, or say --micro-batch {micro_batch}")
     if share % micro_batch:
         raise UserError(f"--micro-batch {micro_batch} does not divide {share}, each process's "
                         f"share of --batch-size {args.batch_size}")
@@ -458,10 +456,20 @@ def eval_batches(views: Dataset, batch_size: int, args, process: Process, what: 
 def shield(worker: int):
     """Keeps from a loader the signals that a run gets: it needs its loaders until it has saved.
 
-    Terminals and torchrun send them to the group of processes, and Slurm sends SIGUSR1 to all.
+    Terminals and torchrun send them to the group of processes, and Slurm and systemd to all.
     """
     os.setpgrp()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@atexit.register
+def end_loaders():
+    """Where a run fails, Python sends them SIGTERM when it ends, and would wait forever."""
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)      # where PyTorch reports their death
+            process.kill()
 
 
 # --------------------------------------------------------------- on the training device

@@ -1,10 +1,10 @@
 """Encoders that exist already: to go on training, and frozen, as teachers and to be measured.
 
 `load_encoder` reads a file: a checkpoint of ours or of the authors' release, or a plain ViT, whose
-tensors have timm's names, as the files of timm, MAE, DeiT and DINO have. What stands before these
-names does not matter, nor what else the file holds. The encoder takes images in ImageNet's mean
-and standard deviation, so it must have been trained with these. `build_frozen` also takes models
-of open_clip and timm by name, with their own mean and std.
+tensors have timm's names, as the files of timm, MAE, DeiT and DINO have, after any prefix. Heads
+and decoders beside them are left out; tensors that our ViT has no place for are refused. The
+encoder takes images in ImageNet's mean and standard deviation, so it must have been trained with
+these. `build_frozen` also takes models of open_clip and timm by name, with their own mean and std.
 """
 
 import argparse
@@ -109,11 +109,11 @@ def load_checkpoint(path: str | Path) -> dict:
         if not {"model", "encoder", "args"} <= file.keys():
             file = convert(*find_encoder(file, path))
             compare_normalization(path)
-        if not isinstance(file["encoder"], dict):
-            raise ValueError("a probe's head, without its encoder")
     except Exception as error:      # whatever the file holds instead
         raise UserError(f"{path}: neither an ExPLoRe checkpoint nor a ViT with timm's names "
                         f"({one_line(error)})") from error
+    if not isinstance(file["encoder"], dict):
+        raise UserError(f"{path} holds a probe's head alone; its encoder is {file['encoder']}")
     return file | {"path": str(path)}
 
 
@@ -132,25 +132,28 @@ def find_encoder(file: dict, path: str | Path) -> tuple[str, dict[str, Tensor]]:
     """
     states = {name: file[name] for name in STATE_DICTS if isinstance(file.get(name), dict)}
     states = states or {"": file}
-    found = [(place, name.removesuffix(PATCH_EMBED)) for place, state in states.items()
+    found = [(key, name.removesuffix(PATCH_EMBED)) for key, state in states.items()
              for name in state if f".{name}".endswith(f".{PATCH_EMBED}")]
     if not found:
-        raise ValueError(missing(PATCH_EMBED, [*states.values()][0]))
-
-    def rank(prefix: str) -> int:      # of several in one state dict
-        words = prefix.replace("module.", "").replace("_orig_mod.", "").split(".")[:-1]
-        # the authors' release has its student beside its teacher, and DINOv2 two of one kind
-        return 0 if words == ["student"] else 1 if words[:1] == ["teacher"] else 2
-    place = found[0][0]
-    prefix = min((prefix for other, prefix in found if other == place), key=rank)
+        raise ValueError(no_such_tensor(PATCH_EMBED, [*states.values()][0]))
+    key, _ = found[0]
+    prefix = min((prefix for other, prefix in found if other == key), key=preference)
     if len(found) > 1:
         names = {each: " ".join(filter(None, each)) for each in found}
-        note(f"{path}: takes {names[place, prefix]} of its encoders {', '.join(names.values())}")
-    return prefix, {name.removeprefix(prefix): x for name, x in states[place].items()
+        note(f"{path}: takes {names[key, prefix]} of its encoders {', '.join(names.values())}")
+    return prefix, {name.removeprefix(prefix): x for name, x in states[key].items()
                     if name.startswith(prefix) and isinstance(x, Tensor)}
 
 
-def missing(name: str, state: dict) -> str:
+def preference(prefix: str) -> int:
+    """Of several encoders in one state dict, that with the smallest counts: the student of the
+    authors' release, which stands beside its teacher, or DINOv2's teacher, beside its student.
+    """
+    words = prefix.replace("module.", "").replace("_orig_mod.", "").split(".")[:-1]
+    return 0 if words == ["student"] else 1 if words[:1] == ["teacher"] else 2
+
+
+def no_such_tensor(name: str, state: dict) -> str:
     names = [each for each, x in state.items() if isinstance(x, Tensor)]
     return f"no tensor {name!r} among {len(names)}" + (f", such as {names[0]!r}" if names else "")
 
@@ -167,7 +170,7 @@ def convert(prefix: str, state: dict[str, Tensor]) -> dict:
              if not NOT_ENCODER.match(name)}
     for name in ("cls_token", "pos_embed"):
         if name not in state:
-            raise ValueError(missing(name, state))
+            raise ValueError(no_such_tensor(name, state))
     grid = math.isqrt(state["pos_embed"].shape[1] - 1)
     dim, _, patch_size, _ = state[PATCH_EMBED].shape
     if dim % 64:
@@ -232,14 +235,15 @@ def load_student(source: str | Path | dict, decoder: dict = DECODER) -> Explore:
     with its head and, if it has one, the pixel decoder of this size. Raises UserError.
     """
     checkpoint = source if isinstance(source, dict) else load_checkpoint(source)
+    if checkpoint["args"].get("stage") != "pretrain":
+        raise UserError(f"{checkpoint['path']}: no student of pretrain.py")
     state = checkpoint["model"]
     try:
         student = Explore(ViT(**checkpoint["encoder"]), len(state["head.bias"]), decoder=decoder,
                           dense="mask_token" in state, pixels="decoder.mask_token" in state)
         student.load_state_dict(state)
     except (KeyError, RuntimeError) as error:
-        raise UserError(f"{checkpoint['path']}: no student of pretrain.py ({one_line(error)})"
-                        ) from error
+        raise UserError(f"{checkpoint['path']}: {one_line(error)}") from error
     return student
 
 

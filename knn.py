@@ -75,8 +75,8 @@ def classify(queries: Tensor, bank: Tensor, labels: Tensor, classes: int, k: int
     return torch.cat(predicted)
 
 
-def accuracy(name: str, encoder: FrozenEncoder, train: data.CenterViews, val: data.CenterViews,
-             args, process: common.Process) -> float:
+def knn_accuracy(name: str, encoder: FrozenEncoder, train: data.CenterViews,
+                 val: data.CenterViews, args, process: common.Process) -> float:
     """-> top-1 accuracy on `val` in percent, by the neighbors in `train`; each process classifies
     its share. Raises UserError if the encoder, whose name is given, has no finite features.
     """
@@ -110,7 +110,7 @@ def main(args) -> list[float]:
         beside = Path(name).parent if Path(name).is_file() else "runs/knn"
         out = Path(args.out or beside)
         common.make_folder(out)      # before the work, not after it
-        results[name] = accuracy(name, encoder, train, val, args, process)
+        results[name] = knn_accuracy(name, encoder, train, val, args, process)
         if process.rank == 0:
             row = {"encoder": name, "step": getattr(encoder, "step", None),
                    "epoch": getattr(encoder, "epoch", None), "data": args.data,

@@ -69,7 +69,7 @@ class Probe(nn.Module):
     def __init__(self, frozen: FrozenEncoder, head: nn.Module):
         super().__init__()
         self.head = head
-        self.outside = frozen,      # in a tuple, in which PyTorch does not look for modules
+        self.outside = (frozen,)      # a tuple, in which PyTorch does not look for modules
 
     def forward(self, images: Tensor) -> Tensor:
         frozen, = self.outside

@@ -80,30 +80,25 @@ def patch_weights(dispatch: Tensor, expert: int = 0, detach: bool = False,
     return weight.detach() if detach else weight
 
 
-def coupled_loss(name: str, patch_loss: Tensor, selected: Tensor, stacked: dict[str, Tensor],
-                 expert: int | None, loss_weights: str = "dispatch", detach: bool = False,
-                 prefix: int = 1) -> dict[str, Tensor]:
-    """Eq. 5: the mean loss of the selected patches, weighted by `expert` -> scalars by name
+def coupled_loss(name: str, patch_loss: Tensor, selected: Tensor, weight: Tensor | None = None,
+                 normalized: bool = True) -> dict[str, Tensor]:
+    """Eq. 5: the weighted mean loss of the selected patches -> scalars by name
 
-    patch_loss [B, N], and selected [B, N], 1 for patches that count and 0 for the others. stacked:
-    "dispatch" and "combine" weights of the loss blocks, [blocks, B, T, E] each, whose mean over
-    blocks counts. Without routers (an empty dict), without an expert and with the loss_weights
-    "uniform", all selected patches count alike; the loss_weights "combine" are an ablation.
-    detach, prefix: see `patch_weights`. The loss has the name NAME, and NAME_spread is that of
-    `loss_spread`. If it is weighted, NAME_unweighted is the plain mean, and NAME_ratio the quotient
-    of both.
+    patch_loss [B, N]; selected [B, N], 1 for patches that count and 0 for the others; weight
+    [B, N], those of `patch_weights`, or None if all selected patches count alike. NAME is the
+    loss, and NAME_spread that of `loss_spread`. Of a weighted loss, NAME_unweighted is the plain
+    mean, and NAME_ratio the quotient of both.
     """
     unweighted = weighted_mean(patch_loss, selected)
-    metrics = {name: unweighted, f"{name}_spread": loss_spread(patch_loss.detach(), selected)}
-    if not stacked or expert is None or loss_weights == "uniform":
-        return metrics
-    weight = patch_weights(stacked[loss_weights].mean(0), expert, detach, prefix)
-    if loss_weights == "dispatch":
+    spread = loss_spread(patch_loss.detach(), selected)
+    if weight is None:
+        return {name: unweighted, f"{name}_spread": spread}
+    if normalized:
         loss = weighted_mean(patch_loss, weight * selected)
-    else:      # combine weights are not normalized, as in the paper: they can make the loss vanish
+    else:      # combine weights, as in the paper: they can make the loss vanish
         loss = weighted_mean(weight * patch_loss, selected)
-    return metrics | {name: loss, f"{name}_unweighted": unweighted,
-                      f"{name}_ratio": loss / unweighted}
+    return {name: loss, f"{name}_spread": spread, f"{name}_unweighted": unweighted,
+            f"{name}_ratio": loss / unweighted}
 
 
 def loss_spread(patch_loss: Tensor, selected: Tensor) -> Tensor:
@@ -144,17 +139,17 @@ def dispatch_cv(dispatch: Tensor) -> Tensor:
     return (dispatch.std(1, unbiased=False) / dispatch.mean(1)).mean(0)
 
 
-def router_regularizer(stacked: dict[str, Tensor], lambdas: Tensor | float,
-                       entropy_on: str = "dispatch", importance_weight: float = 0.0
-                       ) -> tuple[Tensor, dict[str, Tensor]]:
+def router_regularizer(routing: Sequence, lambdas: Tensor | float, entropy_on: str = "dispatch",
+                       importance_weight: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
     """Eq. 7, and the importance loss -> (scalar, metrics); the mean over loss blocks
 
-    stacked: as in `coupled_loss`. lambdas: of each expert, [E], or one for all. entropy_on: the
-    weights of Eq. 6, "dispatch" or, in an ablation, "combine".
+    routing: the Routing of each loss block. lambdas: of each expert, [E], or one for all.
+    entropy_on: the weights of Eq. 6, "dispatch" or, in an ablation, "combine".
     """
-    # flatten(0, 1): [blocks, B, T, E] -> [blocks * B, T, E], so the mean is over blocks, too
-    entropy_loss = -(lambdas * dispatch_entropy(stacked[entropy_on].flatten(0, 1))).sum()
-    importance = torch.stack([importance_loss(combine) for combine in stacked["combine"]]).mean()
+    # cat: [B, T, E] of each block -> [blocks * B, T, E], so that the mean is over blocks, too
+    weights = torch.cat([getattr(each, entropy_on) for each in routing])
+    entropy_loss = -(lambdas * dispatch_entropy(weights)).sum()
+    importance = torch.stack([importance_loss(each.combine) for each in routing]).mean()
     return entropy_loss + importance_weight * importance, {
         "entropy_loss": entropy_loss, "importance_loss": importance}
 
@@ -197,30 +192,33 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         patch_targets = targets[:, 1:].gather(1, ids)
         selected = torch.ones_like(patch_targets[..., 0])
     blocks = list(pred.routing)[-1:] if loss_block is None else loss_block
-    stacked = {}
-    if blocks:
-        routed = [pred.routing[block] for block in blocks]
-        stacked = {"dispatch": torch.stack([each.dispatch for each in routed]),
-                   "combine": torch.stack([each.combine for each in routed])}
-    coupling = dict(stacked=stacked, loss_weights=loss_weights, detach=detach, prefix=prefix)
+    routing = [pred.routing[block] for block in blocks]
+
+    def weight(expert: int) -> Tensor | None:
+        """[B, N]: here the losses meet the router. None if all patches count alike."""
+        if not routing or loss_weights == "uniform":
+            return None
+        weights = torch.stack([getattr(each, loss_weights) for each in routing]).mean(0)
+        return patch_weights(weights, expert, detach, prefix)
+    normalized = loss_weights != "combine"
 
     metrics = {}      # the losses, and what the log shows beside them
     if "token" in objectives:
         patch_loss = token_loss(tokens[:, prefix:], patch_targets)
-        metrics |= coupled_loss("token", patch_loss, selected, expert=0, **coupling)
+        metrics |= coupled_loss("token", patch_loss, selected, weight(0), normalized)
     if "cls" in objectives:
         metrics["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
     if "pixel" in objectives:      # of masked patches, which routers of sparse encoding do not see
         patch_loss = pixel_loss(pred.pixels.float(), images)
-        expert = 1 if dense else None
-        metrics |= coupled_loss("pixel", patch_loss, masked, expert=expert, **coupling)
+        pixel_weight = weight(1) if dense else None
+        metrics |= coupled_loss("pixel", patch_loss, masked, pixel_weight, normalized)
     losses = torch.stack([metrics[name] for name in objectives])
 
     regularizer = targets.new_zeros(())
-    if stacked:
-        regularizer, terms = router_regularizer(stacked, lambdas, entropy_on, importance_weight)
-        dispatch = stacked["dispatch"].mean(0)
-        metrics |= terms | {"entropy": dispatch_entropy(stacked["dispatch"].flatten(0, 1)),
-                            "dispatch_cv": dispatch_cv(dispatch[:, prefix:]),
-                            "cls_share": dispatch[:, 0].mean(0)}
+    if routing:
+        regularizer, terms = router_regularizer(routing, lambdas, entropy_on, importance_weight)
+        dispatch = torch.stack([each.dispatch.detach() for each in routing])
+        metrics |= terms | {"entropy": dispatch_entropy(dispatch.flatten(0, 1)),
+                            "dispatch_cv": dispatch_cv(dispatch.mean(0)[:, prefix:]),
+                            "cls_share": dispatch.mean(0)[:, 0].mean(0)}
     return losses, regularizer, {name: value.detach() for name, value in metrics.items()}

@@ -383,9 +383,10 @@ class Explore(nn.Module):
             nn.init.trunc_normal_(self.mask_token, std=0.02)
         self.decoder = PixelDecoder(encoder, **decoder) if pixels else None
 
-    def forward(self, images: Tensor, mask: Tensor, ids_keep: Tensor) -> Prediction:
-        """images [B, 3, S, S]; mask bool [B, N], True where a patch is masked; ids_keep int64
-        [B, V], the indices of the visible patches, of which all images have as many
+    def forward(self, images: Tensor, mask: Tensor, ids_keep: Tensor | None = None) -> Prediction:
+        """images [B, 3, S, S]; mask bool [B, N], True where a patch is masked; and, for sparse
+        encoding alone, ids_keep int64 [B, V], the indices of the patches where it is False, of
+        which all images have as many
         """
         if self.dense:
             ids_keep = None

@@ -234,6 +234,7 @@ def main(args):
             balance.update()
             if run.end_step(step, lr):                          # logs, saves; True after a signal
                 break
+    run.report()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ LOG_EVERY = 20      # steps
 # long. --amp may, too, because another precision can rescue a run whose numbers overflow.
 FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "recompute", "amp", "save_every",
               "max_steps"}
+TEMPORARY = re.compile(r"(args\.json|\w+\.pt)\.[0-9a-f]{32}\.tmp")      # what `Run.write` writes
 
 
 class Run:
@@ -56,9 +58,9 @@ class Run:
             self.save_every, self.last_every = args.save_every * epoch_steps, epoch_steps
         self.stop_step = min(steps, args.max_steps or steps)
         self.parts = parts | {"scaler": process.scaler}
+        self.log_file = None         # of the first process, from `claim` on
         self.best = {}               # the best evaluation's scores
-        self.scores = {}             # this step's, for the next line of the log
-        self.evaluated = True        # False: last.pt is from before its evaluation, which is to do
+        self.evaluation_due = False  # True: last.pt is from before its evaluation
         self.line = {}               # of the log, the last one
         self.signal = 0              # the number of the one that asked to stop
         self.metrics = {}            # since the last line of the log: by name, values of steps
@@ -78,7 +80,7 @@ class Run:
         """Claims the folder, and loads last.pt, if there is one -> the first step to do. Raises
         UserError.
         """
-        first = self.process.first(self.claim)
+        first = self.process.from_first(self.claim)
         state = self.read_last()
         seen = state["step"] if state else 0
         if self.process.sum(torch.tensor(float(seen != first), device=self.process.device)) > 0:
@@ -89,7 +91,8 @@ class Run:
                     # the scale of one precision means nothing to another
                     if name != "scaler" or state["amp"] == str(self.process.amp):
                         part.load_state_dict(state[name])
-                self.best, self.evaluated = state["best"], state.get("evaluated", True)
+                self.best = state["best"]
+                self.evaluation_due = state.get("evaluation_due", False)
             except Exception as error:      # each kind of damage has its own
                 raise self.damaged(error) from error
         self.say(f"{self.folder}: {self.model_name}; {self.image_count} images, {self.epoch_steps} "
@@ -108,8 +111,12 @@ class Run:
                   "images": self.image_count}
         origins = read_origins(self.folder, record)
         self.log_file = lock_log(self.folder)
-        for left in self.folder.glob("*.tmp"):      # by a process that was killed
-            left.unlink()
+        state = self.read_last()
+        if not state:
+            check_new(self.folder, known=bool(origins))
+        for left in self.folder.iterdir():      # by a process that was killed
+            if TEMPORARY.fullmatch(left.name):
+                left.unlink()
         origin = find_origin(self.process)
         if origins and origin != origins[-1]:
             self.say(f"{self.folder} goes on: {differences(origins[-1], origin)}")
@@ -117,11 +124,8 @@ class Run:
             origins.append(origin)
         record = json.dumps(record | {"origins": origins}, indent=1)
         self.write("args.json", lambda path: path.write_text(record))
-        state = self.read_last()
         first = state["step"] if state else 0
-        # the line of a step is written after its evaluation
-        evaluated = state and state.get("evaluated", True)
-        trim_log(self.log_file, first if evaluated else first - 1)
+        trim_log(self.log_file, first, bool(state) and state.get("evaluation_due", False))
         if state:
             self.compare_ages()
         return first
@@ -207,41 +211,16 @@ class Run:
         """Whether --save-every asks for an evaluation, or a checkpoint to keep, after this step."""
         return (step + 1) % self.save_every == 0 or step + 1 == self.total
 
-    @contextlib.contextmanager
-    def evaluating(self, step: int):
-        """A context for the evaluation after a step, which does not count in the speed. Before it,
-        last.pt is saved: a broken image must not cost the training up to there.
-        """
-        if self.process.device.type == "cuda":
-            torch.cuda.synchronize()      # what it still computes is training
-        start = time.perf_counter()
-        self.save("last.pt", step + 1, *self.parts, evaluated=False)
-        yield
-        self.since += time.perf_counter() - start
-
-    def finish_evaluation(self, done: int):
-        """Ends an evaluation that was interrupted, and that the resumed run has repeated. Its line
-        of the log has the scores alone: the means since the line before it are lost.
-        """
-        self.write_line({"step": done, "epoch": done / self.epoch_steps} | self.scores)
-        self.save("last.pt", done, *self.parts)
-
-    def keep_best(self, step: int, scores: dict[str, float]):
-        """Writes best.pt if the first of the scores, in percent, is the highest so far. All of them
-        are in the next line of the log.
-        """
-        self.scores = scores
-        score = next(iter(scores))
-        if scores[score] > self.best.get(score, -1.0):
-            self.best = scores
-            self.save("best.pt", step + 1)
-
     def end_step(self, step: int, lr: float) -> bool:
-        """Logs and saves, each if it is time -> whether a signal asks all processes to stop"""
+        """Logs and saves, each if it is time -> whether a signal asks all processes to stop
+
+        Before an evaluation, last.pt is saved: a broken image must not cost the training so far.
+        """
         done = step + 1
         if self.timed_from is None:      # the first step compiles
             self.start_clock(done)
-        saves = self.is_scheduled(step) or done % self.last_every == 0 or done == self.stop_step
+        scheduled = self.is_scheduled(step)
+        saves = scheduled or done % self.last_every == 0 or done == self.stop_step
         if not saves and done % LOG_EVERY:
             return False
         updates = len(self.metrics["skipped"])      # since the last line
@@ -251,20 +230,31 @@ class Run:
         self.line = {"step": done, "epoch": done / self.epoch_steps, "lr": lr} | means | {
             "memory_gib": torch.cuda.max_memory_allocated() / 2 ** 30,
             "images_per_second": self.args.batch_size * (done - self.timed_from) / seconds,
-            "loader_wait": self.waited / seconds} | self.scores
+            "loader_wait": self.waited / seconds}
         self.write_line(self.line)
         self.check_losses(done, updates)
-        if self.keeps and self.is_scheduled(step):
-            self.save(f"epoch_{done // self.epoch_steps:04d}.pt", done)
         if saves or stops:
-            self.save("last.pt", done, *self.parts)
-        if stops or done == self.stop_step:
-            self.report(done)
+            self.save("last.pt", done, *self.parts, evaluation_due=scheduled and not self.keeps)
+        if scheduled and self.keeps:
+            self.save(f"epoch_{done // self.epoch_steps:04d}.pt", done)
         self.start_clock(done)
         return stops
 
+    def end_evaluation(self, step: int, scores: dict[str, float]):
+        """Logs the scores of the evaluation after a step, in percent, and saves best.pt, if the
+        first of them is the highest so far, and last.pt.
+        """
+        done = step + 1
+        score = next(iter(scores))
+        if scores[score] > self.best.get(score, -1.0):
+            self.best = scores
+            self.save("best.pt", done)
+        self.write_line({"step": done, "epoch": done / self.epoch_steps} | scores)
+        self.save("last.pt", done, *self.parts)
+        self.start_clock(done)
+
     def start_clock(self, done: int):
-        """Measures the speed from here, so that saving does not count."""
+        """Measures the speed from here, so that evaluating and saving do not count."""
         self.timed_from, self.since, self.waited = done, time.perf_counter(), 0.0
 
     def reduce_metrics(self) -> tuple[dict, bool]:
@@ -289,7 +279,6 @@ class Run:
 
     def write_line(self, line: dict):
         """Appends a line to log.jsonl."""
-        self.scores = {}
         if self.process.rank == 0:
             self.log_file.write(json.dumps(common.rounded(line)).encode() + b"\n")
             self.log_file.flush()
@@ -306,7 +295,7 @@ class Run:
             raise UserError(f"step {done}: no loss of the last {self.lost} steps is finite; --amp "
                             "bf16 may help, or another run with a lower --lr or --clip-grad")
 
-    def save(self, name: str, step: int, *parts: str, evaluated: bool = True):
+    def save(self, name: str, step: int, *parts: str, evaluation_due: bool = False):
         """Writes a checkpoint of `parts` (default: the model), and never one that holds a NaN."""
         if self.process.rank > 0:
             return
@@ -316,17 +305,24 @@ class Run:
                             f"and {name} is not written")
         state |= {"encoder": self.encoder_config, "args": vars(self.args),
                   "amp": str(self.process.amp), "step": step, "epoch": step / self.epoch_steps,
-                  "best": self.best, "evaluated": evaluated}
+                  "best": self.best, "evaluation_due": evaluation_due}
         self.write(name, lambda path: torch.save(state, path))
 
     def write(self, name: str, save):
         """Lets save(path) write a file, which takes its name when it is whole."""
         temporary = self.folder / f"{name}.{uuid.uuid4().hex}.tmp"
-        save(temporary)
-        temporary.replace(self.folder / name)
+        try:
+            save(temporary)
+            temporary.replace(self.folder / name)
+        except Exception:      # a full disk
+            temporary.unlink(missing_ok=True)
+            raise
 
-    def report(self, done: int):
-        """Prints the last line of a run."""
+    def report(self):
+        """Prints the last line of a run, unless there was nothing left to do."""
+        if not self.line:
+            return
+        done = self.line["step"]
         said = [f"step {done} of {self.total}",
                 "{images_per_second:.0f} images/s, {loader_wait:.0%} of the time waiting for them"
                 .format(**self.line)]
@@ -351,7 +347,7 @@ def read_origins(folder: Path, record: dict) -> list[dict]:
     try:
         known = {"defaults": {}} | json.loads(file.read_text())
         origins = known["origins"]
-        changed = differences(*comparable(known, record))
+        changed = differences(all_flags(known, record), all_flags(record, known))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file} is damaged, so that nothing says which run {folder} holds; if "
                         "this command is that run's, remove the file") from error
@@ -374,32 +370,46 @@ def lock_log(folder: Path):
     return file
 
 
-def trim_log(file, last: int):
-    """Cuts off what a run that was killed has logged after step `last`, so that the log holds each
-    step once, and no half of a line.
+def check_new(folder: Path, known: bool):
+    """Refuses a folder without last.pt that has what a new run would write over. Raises UserError.
+
+    known: whether args.json is there.
     """
-    whole = 0      # bytes
+    kept = [path.name for path in folder.glob("*.pt") if path.name != "epoch_0000.pt"]
+    if kept:
+        raise UserError(f"{folder} has {min(kept)} and no last.pt to go on from: give another "
+                        "--out")
+    if not known and (folder / "log.jsonl").stat().st_size:
+        raise UserError(f"{folder} has a log.jsonl and no args.json, so that it is no run of this "
+                        "code: give another --out")
+
+
+def trim_log(file, last: int, evaluation_due: bool):
+    """Leaves in the log what a run that was killed wrote up to step `last`, and each line once and
+    whole. If the evaluation of that step is due, it will be logged again.
+    """
     file.seek(0)
-    for line in file:
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            if json.loads(line)["step"] <= last and line.endswith(b"\n"):
-                whole += len(line)
-                continue
-        break
-    file.truncate(whole)
+    lines, kept = file.readlines(), {}
+    for line in lines:
+        with contextlib.suppress(KeyError, TypeError, ValueError):      # half of a line
+            row = json.loads(line)
+            step, evaluation = row["step"], "lr" not in row
+            again = evaluation_due and evaluation and step == last
+            if step <= last and line.endswith(b"\n") and not again:
+                kept[step, evaluation] = line      # of equal ones, the last
+    if list(kept.values()) != lines:
+        file.truncate(0)
+        file.writelines(kept.values())
+        file.flush()
 
 
-def comparable(known: dict, record: dict) -> tuple[dict, dict]:
-    """What must be equal in two records of args.json if they are of one run: all flags but
-    FREE_FLAGS, and the number of images. A flag that only one version of the code has counts as the
-    default in the other.
+def all_flags(record: dict, other: dict) -> dict:
+    """What says which run a record of args.json is of: all flags but FREE_FLAGS, and the number of
+    images. A flag that only the other record's version of the code knows is at its default.
     """
-    sides = []
-    for own, other in ((known, record), (record, known)):
-        flags = other["args"] | other["defaults"] | own["args"]
-        sides.append({f"--{name.replace('_', '-')}": value for name, value in flags.items()
-                      if name not in FREE_FLAGS} | {"the number of images": own["images"]})
-    return tuple(sides)
+    flags = other["args"] | other["defaults"] | record["args"]
+    return {f"--{name.replace('_', '-')}": value for name, value in flags.items()
+            if name not in FREE_FLAGS} | {"the number of images": record["images"]}
 
 
 def find_origin(process: Process) -> dict:

@@ -18,7 +18,6 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as TF
-from tqdm import tqdm
 
 import common
 import data
@@ -76,8 +75,9 @@ class Scenes(data.Photos):
                             f"{len(self)} images of {split} have none")
 
     def annotation(self, index: int) -> Tensor:
-        turn = Image.open(self.path(index)).getexif().get(0x0112, 1)
-        if turn != 1:      # `read_image` turns it, and nothing says whether its annotator did
+        with Image.open(self.path(index)) as image:
+            turn = image.getexif().get(0x0112)
+        if turn in range(2, 9):      # `read_image` turns it: was its annotation made so, too?
             raise UserError(f"the image {self.path(index)} is to be turned by its EXIF tag (it is "
                             f"{turn}), and its annotation has none: save both upright, without it")
         try:
@@ -327,8 +327,8 @@ def measure(model: Segmenter, views: EvalScenes, args, process: common.Process
     if absent == classes:
         raise UserError(f"--data {args.data}: no pixel of the validation images is labeled")
     unlabeled = (pixels[0] / pixels.sum()).item()
-    if process.rank == 0 and (unlabeled or absent):
-        tqdm.write(f"val: {unlabeled:.1%} of the pixels are unlabeled, and {absent} of {classes} "
+    if unlabeled or absent:
+        common.note(f"val: {unlabeled:.1%} of the pixels are unlabeled, and {absent} of {classes} "
                    "classes never occur")
     return scores(matrix[1:])
 

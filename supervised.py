@@ -171,12 +171,11 @@ def accuracy(model: nn.Module, views: data.CenterViews, args, process: common.Pr
 
 
 def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dataset, val: Dataset,
-                   image_size: int, *, model_name: str, encoder_config, erase: bool = False,
-                   lr_scale=lambda name: 1.0) -> dict[str, float]:
+                   image_size: int, *, erase: bool = False, **run) -> dict[str, float]:
     """Trains a classifier of whole images -> top-1 and top-5 of the best evaluation on `val`
 
     model: images [B, 3, S, S] in [0, 1] -> logits [B, C]. `erase` adds random erasing to strong
-    augmentation. model_name, encoder_config: see `Run`. lr_scale: see `common.adamw`.
+    augmentation. run: what `fit` takes by name.
     """
     strong = args.augment == "strong"
     views = (StrongViews(dataset, image_size, args.seed, erase) if strong
@@ -198,8 +197,7 @@ def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dat
     def evaluate() -> dict[str, float]:
         return accuracy(model, val_views, args, process)
 
-    return fit(args, process, model, views, compute_loss, evaluate, model_name=model_name,
-               encoder_config=encoder_config, lr_scale=lr_scale)
+    return fit(args, process, model, views, compute_loss, evaluate, **run)
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -217,7 +215,8 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
     normalized = any(isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d))
                      for layer in model.modules())
     if normalized and args.batch_size == process.world * micro_steps:
-        raise UserError("--micro-batch 1: batch normalization needs more than one image at a time")
+        raise UserError("micro-batches of one image: batch normalization needs more, so give a "
+                        "larger --micro-batch or --batch-size")
     if "epochs" in args:
         steps, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
         decay = "cosine"
@@ -235,18 +234,16 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
 
     @torch.no_grad()
     def evaluate_after(step: int):
-        with run.evaluating(step):
-            if process.world > 1:      # batch normalization's statistics differ between processes
-                for buffer in model.buffers():
-                    dist.broadcast(buffer, 0)
-            model.eval()
-            run.keep_best(step, evaluate())      # best.pt
-            model.train()
+        if process.world > 1:      # batch normalization's statistics differ between processes
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+        model.eval()
+        run.end_evaluation(step, evaluate())      # the log, best.pt
+        model.train()
 
     with run.listening():
-        if not run.evaluated:                    # the run was stopped in the middle of that
+        if run.evaluation_due:                    # the run was stopped in the middle of one
             evaluate_after(first - 1)
-            run.finish_evaluation(first)
         for step in run.steps(first):
             lr = common.learning_rate(step, steps, warmup, args.lr, args.min_lr, decay)
             common.set_rate(optimizer, lr)
@@ -260,8 +257,10 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
                 run.log(metrics)
 
             run.log(common.optimizer_step(optimizer, process.scaler, args.clip_grad))
+            stops = run.end_step(step, lr)        # the log, last.pt
             if run.is_scheduled(step):
                 evaluate_after(step)
-            if run.end_step(step, lr):           # the log, last.pt
+            if stops:                             # after a signal
                 break
+    run.report()
     return run.best
