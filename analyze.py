@@ -242,7 +242,7 @@ def draw_heatmaps(models: list[dict], experts: int, path: Path):
         own = axes[row:row + weights.shape[2]]
         row += weights.shape[2]
         title = f"{model['numbers']['name']}: {low:.2f} to {high:.2f} times the uniform weight"
-        own[0, 0].set_title(plain(title), loc="left", fontsize="medium")
+        own[0, (len(images) - 1) // 2].set_title(plain(title), fontsize="medium")
         for expert, line in enumerate(own):
             line[0].set_ylabel(f"expert {expert}")
             for axis, values, image in zip(line, weights[..., expert], images):

@@ -210,6 +210,7 @@ class Folder(Photos):
                              (".tar files, which are to be unpacked into class folders", ".tar")):
             if any(name.lower().endswith(ending) for name in names):
                 missing += f", but {kind}"
+        missing += '; see "Your own images" in README.md'
         super().__init__(folder, missing, self.classes)
         if len(self.classes) == 1:
             raise UserError(f"--data {root}: {train} has one folder, {self.classes[0]}, and so one "
