@@ -87,7 +87,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument(
         "--entropy-weight", type=non_negative, nargs="+", default=[5.0], metavar="L",
         help="lambda, the weight of the entropy of experts 0, 1, ...; the last one counts for the "
-             "remaining experts. The smaller lambda is, the more the weights differ")
+             "remaining experts. The smaller lambda is, the more the weights differ; RUNNING.md "
+             "says how to choose it")
     group.add_argument("--entropy-on", choices=("dispatch", "combine"), default="dispatch",
                        help="weights whose entropy is regularized")
     group.add_argument("--importance-weight", type=non_negative, default=0.0,

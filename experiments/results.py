@@ -53,7 +53,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def read_rows(page: str) -> list[dict]:
     """The rows of a page -> [{"table", "row", "paper", "command"}]
 
-    table: the last sentence above the row's block that ends with a colon, or the last heading.
+    table: of the paragraph above the row's block, if it ends with a colon, the first sentence, or
+    the last heading.
     """
     rows, script = [], STAND_INS
     for above, code in re.findall(r"(.*?)^```bash\n(.*?)^```", page, re.M | re.S):
