@@ -196,9 +196,7 @@ def main(args):
     run = Run(args, process, model_name, image_count=len(dataset), steps=steps,
               epoch_steps=epoch_steps, encoder_config=student.encoder.config, keeps=True,
               shown=objectives, model=student, optimizer=optimizer, balance=balance)
-    first = run.resume()                                    # 0, or last.pt's step
-    if first == 0:
-        run.save("epoch_0000.pt", 0)
+    first = run.resume()                # 0, which saves epoch_0000.pt, or last.pt's step
     if args.compile:
         student.encoder.compile_blocks()
         teacher.compile()

@@ -95,6 +95,8 @@ class Run:
                 self.evaluation_due = state.get("evaluation_due", False)
             except Exception as error:      # each kind of damage has its own
                 raise self.damaged(error) from error
+        if self.keeps and self.is_scheduled(first - 1):      # the first, or a kill came before it
+            self.keep(first)
         self.say(f"{self.folder}: {self.model_name}; {self.image_count} images, {self.epoch_steps} "
                  f"steps an epoch, {self.process.world} x {self.process.device.type} in "
                  f"{self.process.amp or torch.float32}, from step {first} of {self.total}")
@@ -236,7 +238,7 @@ class Run:
         if saves or stops:
             self.save("last.pt", done, *self.parts, evaluation_due=scheduled and not self.keeps)
         if scheduled and self.keeps:
-            self.save(f"epoch_{done // self.epoch_steps:04d}.pt", done)
+            self.keep(done)
         self.start_clock(done)
         return stops
 
@@ -252,6 +254,12 @@ class Run:
         self.write_line({"step": done, "epoch": done / self.epoch_steps} | scores)
         self.save("last.pt", done, *self.parts)
         self.start_clock(done)
+
+    def keep(self, done: int):
+        """Saves epoch_NNNN.pt, if it is not there."""
+        name = f"epoch_{done // self.epoch_steps:04d}.pt"
+        if not (self.folder / name).exists():
+            self.save(name, done)
 
     def start_clock(self, done: int):
         """Measures the speed from here, so that evaluating and saving do not count."""

@@ -2619,6 +2619,25 @@ def test_of_a_log_each_line_stays_once_that_is_whole_and_not_of_a_lost_step(tmp_
         assert list(map(json.loads, found)) == [lines[i] for i in expected]
 
 
+@pytest.mark.parametrize("at", (1, 2, 3, 4))
+def test_a_kill_between_two_files_loses_no_kept_checkpoint(stage, monkeypatch, tmp_path, at):
+    """Before epoch_0000.pt, last.pt, epoch_0001.pt or last.pt is written."""
+    argv, names = stage("pretrain", "--save-every 1"), []
+
+    def killed(state, path, save=torch.save):
+        names.append(path.name.split(".")[0])
+        if len(names) == at:
+            raise KeyboardInterrupt
+        save(state, path)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch, "save", killed)
+        train(argv)
+    assert names == ["epoch_0000", "last", "epoch_0001", "last"][:at]
+    train(argv)
+    kept = [encoders.load_checkpoint(path) for path in sorted((tmp_path / "run").glob("epoch*"))]
+    assert [checkpoint["step"] for checkpoint in kept] == [0, 4, 8]
+
+
 def test_a_run_is_known_from_its_first_step_on(stage, monkeypatch, tmp_path, capsys):
     """By args.json, which also says where it comes from."""
     argv = stage("pretrain", "--entropy-weight 5 1")
