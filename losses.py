@@ -105,7 +105,7 @@ def loss_spread(patch_loss: Tensor, selected: Tensor) -> Tensor:
     """The standard deviation of the losses of an image's selected patches, mean over images.
 
     patch_loss [B, N], selected [B, N], 1 or 0 -> scalar. It is the unit in which lambda is chosen:
-    with a lambda of ten times the spread, dispatch weights vary by about a tenth of their mean.
+    weights proportional to exp(-loss / lambda) vary by about spread / lambda, over their mean.
     """
     count = selected.sum(1)
     mean = (selected * patch_loss).sum(1) / count
