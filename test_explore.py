@@ -65,7 +65,7 @@ import run
 import segment
 import supervised
 from encoders import build_frozen
-from experiments import control, results
+from experiments import control, control_tables, results
 from shapes import Shapes
 
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
@@ -3916,9 +3916,11 @@ def test_plot_says_in_one_line_what_it_misses(write_run, tmp_path, capsys):
 
 @pytest.fixture
 def toy_control(monkeypatch, tmp_path):
-    """The control at toy size, with a teacher that is not trained -> its flags"""
-    monkeypatch.setattr(control, "SETS", {"shapes-noise": ("noise", 24, 4, 1)})
-    monkeypatch.setattr(control, "SERIES", {("shapes-noise", 1): control.ARMS})
+    """The control at toy size, with a teacher that is not trained, and own routers whose weights
+    are far from uniform -> its flags
+    """
+    monkeypatch.setattr(control, "SETS", {"shapes-noise": ("shapes-noise", "noise", 24, 4, 1)})
+    monkeypatch.setattr(control, "SERIES", {1: {"shapes-noise": control.ARMS}})
     monkeypatch.setattr(control, "IMAGES", 36)
     monkeypatch.setattr(control, "RUN", [*control.RUN, "--batch-size", "16",
                                          "--warmup-epochs", "0"])
@@ -3935,55 +3937,167 @@ def toy_control(monkeypatch, tmp_path):
         write_checkpoint(f"{args.out}/last.pt", image_size=24, patch_size=4)
         Path(args.out, "log.jsonl").write_text('{"step": 1, "top1": 50.0}\n')
     monkeypatch.setattr(control, "subprocess", Mock(run=pretend))
+    train = control.train
+
+    def uneven(*args):
+        students = train(*args)
+        for arm in ("own-detached", "own-target"):
+            students[arm].own[3].weight.data *= 8
+        return students
+    monkeypatch.setattr(control, "train", uneven)
     return ["--seeds", "3", "--teachers", f"{tmp_path}/teacher", "--out", f"{tmp_path}/rows.jsonl"]
 
 
+def entering(encoder, images, ids_keep):
+    """What enters the last MoE of vit_nano, [B, T, 96]"""
+    *blocks, last = encoder.blocks
+    x = encoder.embed(images, ids_keep)
+    for block in blocks:
+        x, _ = block(x)
+    return last.norm2(x + last.ls1(last.attn(last.norm1(x))))
+
+
 @torch.no_grad()
-def plain_measure(student, _, teacher, views, bank, planting):
-    """-> the token loss of visible patches that are no noise, the mean weight of those that are
-    over that of the others, and the accuracy of mean patches, image by image
+def plain_patches(student, teacher, views):
+    """-> [(image, token loss, the router's share of the weight, whether it is noise)] of the
+    visible patches of a "routed" or "own-detached" student, image by image
     """
-    losses, weights, right = [], {True: [], False: []}, 0
+    found = []
     for i in range(len(views)):
         view = views[0, i]
         images = data.augment({name: torch.as_tensor(value)[None] for name, value in view.items()})
         visible = [j for j in range(36) if not view["mask"][j]]
         pred = student.model(normalized(images), None, torch.tensor([visible]))
         targets = F.layer_norm(teacher(images)[0, 1:], (96,))
-        losses += [F.huber_loss(token, targets[j]).item()
-                   for token, j in zip(pred.tokens[0, 1:], visible) if not view["noise"][j]]
-        dispatch = pred.routing[3].dispatch[0, 1:, 0]
-        for weight, j in zip(dispatch / dispatch.sum(), visible):
-            weights[bool(view["noise"][j])].append(weight.item())
+        weights = pred.routing[3].dispatch[0, 1:, 0]
+        if student.arm == "own-detached":
+            x = entering(student.encoder, normalized(images), pred.ids_keep)
+            weights = student.own[:4](x)[0, :, 0].softmax(0)[1:]
+        for token, weight, j in zip(pred.tokens[0, 1:], weights / weights.sum(), visible):
+            loss = F.huber_loss(token, targets[j])
+            found.append((i, loss.item(), weight.item(), bool(view["noise"][j])))
+    return found
 
+
+@torch.no_grad()
+def plain_knn(encoder, known, queries):
+    """-> the accuracy of mean patches, image by image"""
     def feature(image):
-        tokens, _ = student.encoder(normalized(data.center_view(image, 24)[None] / 255))
+        tokens, _ = encoder(normalized(data.center_view(image, 24)[None] / 255))
         return F.normalize(tokens[0, 1:].mean(0), dim=0)
-    known = torch.stack([feature(image) for image, _ in bank.rows])
-    for image, label in views.dataset.rows:
+    bank, right = torch.stack([feature(image) for image, _ in known]), 0
+    for image, label in queries:
         votes = torch.zeros(10)
-        for cosine, at in zip(*(known @ feature(image)).topk(20)):
-            votes[bank.rows[at][1]] += (cosine / 0.07).exp()
+        for cosine, at in zip(*(bank @ feature(image)).topk(20)):
+            votes[known[at][1]] += (cosine / 0.07).exp()
         right += votes.argmax().item() == label
-    ratio = np.mean(weights[True]) / np.mean(weights[False])
-    return np.mean(losses), ratio, 100 * right / len(views)
+    return 100 * right / len(queries)
 
 
-def test_each_arm_of_the_control_is_a_row_with_its_loss_on_clean_targets(toy_control, monkeypatch):
-    measured = spy(monkeypatch, control, "measure")
+def test_each_arm_of_the_control_is_a_row_with_its_losses_on_clean_patches(toy_control,
+                                                                           monkeypatch):
+    observed, planting = (spy(monkeypatch, control, name) for name in ("observe", "Planting"))
     options = control.parse_args(toy_control)
     control.main(options)
     rows = control.read_rows(options.out)
+    for how, _, views, seed, _ in (each.args for each in planting):
+        assert (how, views.seed, seed) == ("noise", 3, 3)
     assert [row["arm"] for row in rows] == list(control.ARMS)
     assert len({row["loss"] for row in rows}) == len(rows)
     control.main(options)      # which has nothing left to do
     assert control.read_rows(options.out) == rows
 
-    at = control.ARMS.index("routed-split")
-    loss, weight, top1 = plain_measure(*measured[at].args)
-    assert rows[at]["loss"] == pytest.approx(loss, rel=1e-4)
-    assert rows[at]["planted_weight"] == pytest.approx(weight, rel=1e-4)
-    assert rows[at]["knn"] == pytest.approx(top1, rel=1e-4)
+    teacher = build_frozen(f"{options.teachers}-shapes-noise-3/last.pt")
+    views = control.Views(False, control.Cached("shapes-noise", "val", 24, 1024), 24, 0, 6, 0.4)
+    students = {each.args[0].arm: each.args[0] for each in observed}
+    patches = {arm: plain_patches(student, teacher, views) for arm, student in students.items()}
+    mean = {i: np.mean([weight for image, _, weight, noise in patches["own-detached"]
+                        if image == i and not noise]) for i in range(23)}
+    alike = [weight < mean[i] / 2 and not noise
+             for i, _, weight, noise in patches["own-detached"]]
+    assert 10 < sum(alike) < len(alike) / 2
+    for row in rows:      # the same patches for all
+        clean = [(loss, like) for (_, loss, _, noise), like in zip(patches[row["arm"]], alike)
+                 if not noise]
+        assert row["loss"] == pytest.approx(np.mean([loss for loss, _ in clean]), rel=1e-4)
+        assert row["loss_lookalikes"] == pytest.approx(
+            np.mean([loss for loss, like in clean if like]), rel=1e-4)
+        assert row["loss_others"] == pytest.approx(
+            np.mean([loss for loss, like in clean if not like]), rel=1e-4)
+        assert row["lookalikes"] == pytest.approx(sum(alike) / len(clean), rel=1e-4)
+        if row["arm"] in ("routed", "own-detached"):
+            weights = {True: [], False: []}
+            for _, _, weight, noise in patches[row["arm"]]:
+                weights[noise].append(weight)
+            assert row["planted_weight"] == pytest.approx(
+                np.mean(weights[True]) / np.mean(weights[False]), rel=1e-4)
+
+    known, queries = Shapes("train", 24, noise=True), Shapes("val", 24, noise=True)
+    known, queries = [known[i * 41 // 36] for i in range(36)], [queries[i] for i in range(23)]
+    for row in rows:
+        top1 = plain_knn(students[row["arm"]].encoder, known, queries)
+        assert row["knn"] == pytest.approx(top1, rel=1e-4)
+
+
+def test_look_alikes_of_planted_patches_weigh_less_than_half_of_the_mean_clean_one():
+    weights = torch.tensor([[0.10, 0.30, 0.05, 0.55], [0.2, 0.3, 0.4, 0.1]])
+    planted = torch.tensor([[False, False, True, False], [True, True, True, True]])
+    alike = control.find_lookalikes(weights, planted)      # the clean mean is 0.95 / 3
+    assert alike.tolist() == [[True, False, False, False], [False] * 4]
+    found = control.summarize(torch.tensor([[1.0, 2, 3, 6], [5, 5, 5, 5]]), weights, planted, alike)
+    assert found == pytest.approx({"loss": 3, "loss_lookalikes": 1, "loss_others": 4,
+                                   "lookalikes": 1 / 3, "planted_weight": 0.63 / 0.95})
+
+
+def test_the_control_trains_what_is_short_first_and_seed_by_seed(monkeypatch):
+    groups = []
+    monkeypatch.setattr(control, "run_series", lambda options, *group: groups.append(group))
+    control.main(control.parse_args([]))
+    keys = [(epochs, seed) for _, epochs, seed in groups]
+    assert keys == sorted(keys) and len(set(groups)) == len(groups) == 3 * (6 + 4 + 3)
+    for name, epochs, _ in groups:
+        assert "own-detached" in control.SERIES[epochs][name]      # which look-alikes need
+    groups.clear()
+    control.main(control.parse_args("--sets cifar10-flat --epochs 24 8 --seeds 1".split()))
+    assert groups == [("cifar10-flat", 24, 1), ("cifar10-flat", 8, 1)]
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_planted_patches_are_noise_and_in_blocks_no_other_patch_has_any(blocks):
+    noisy, plain = Shapes("train", 24, noise=True), Shapes("train", 24)
+    cached = control.Cached("shapes-noise", "train", 24, 40)
+    at = [i * 4096 // 40 for i in range(40)]
+    where = [((noisy[i][0] != plain[i][0]).any(0).expand(3, -1, -1).byte() * 255, 0) for i in at]
+    sets = [cached, [noisy[i] for i in at], [plain[i] for i in at], where]
+    views = [control.Views(blocks, cached, 24, 5, 6, 0.4)]
+    views += [data.TrainViews(each, 24, 5, 6, 0.4) for each in sets[1:]]
+    flips, planted, partly, fresh = set(), 0, 0, []
+    for key in itertools.product(range(2), range(40)):
+        view = views[0][key]
+        flips.add(view["flip"])
+        seen, full, empty, share = (data.augment({      # with the flip, and without jitter
+            "image": each[key]["image"][None], "flip": torch.tensor([view["flip"]]),
+            "jitter": torch.ones(1, 3)})[0] for each in views)
+        assert torch.equal(views[0][key]["image"], view["image"])
+        for j in range(36):
+            row, column = 4 * (j // 6), 4 * (j % 6)
+            patch = np.s_[:, row:row + 4, column:column + 4]
+            noise = np.mean([share[0, row + y, column + x].item()
+                             for y in range(4) for x in range(4)])
+            assert bool(view["noise"][j]) == (noise >= (0.5 if blocks else 0.95))
+            planted += view["noise"][j].item()
+            partly += 0.05 < noise < 0.5
+            if blocks and view["noise"][j]:
+                fresh.append(seen[patch])
+                assert not torch.equal(seen[patch], full[patch])
+            else:
+                assert torch.allclose(seen[patch], (empty if blocks else full)[patch], atol=1e-6)
+    assert flips == {False, True} and planted > 300 and partly > 50
+    if blocks:
+        fresh = torch.stack(fresh)
+        assert fresh.mean().item() == pytest.approx(0.5, abs=0.02)
+        assert fresh.std().item() == pytest.approx(12 ** -0.5, abs=0.01)
+        assert len(fresh.flatten(1).unique(dim=0)) == len(fresh)      # drawn anew each time
 
 
 @pytest.mark.parametrize("arm", control.ARMS)
@@ -4004,32 +4118,26 @@ def test_an_arm_is_its_weights_and_the_entropy_of_its_router(arm):
     loss = control.compute_loss(patch_loss, weight, entropy)
 
     pred = student.model(normalized(images), mask, visible(mask))
-    last = student.encoder.blocks[3]
-    x = student.encoder.embed(normalized(images), pred.ids_keep)
-    for block in student.encoder.blocks[:3]:
-        x, _ = block(x)
-    x = last.norm2(x + last.ls1(last.attn(last.norm1(x))))
-
-    def layers(router):
-        norm, first, _, second = router.logits
-        hidden = F.layer_norm(x, (96,), norm.weight, norm.bias) @ first.weight.T + first.bias
-        return F.gelu(hidden) @ second.weight.T + second.bias
-
-    def cosines(router):
-        return router.scale * F.cosine_similarity(x[:, :, None], router.phi.T, dim=3)
-    router = last.mlp.router
-    logits = (layers(student.own) if arm.startswith("own") else
-              layers(router) if arm.startswith("routed-") else cosines(router))
+    x = entering(student.encoder, normalized(images), pred.ids_keep)
+    keep = [[i for i in range(25) if not mask[b, i]] for b in range(2)]
+    if arm == "own-target":
+        x = torch.stack([torch.stack([targets[b, 0], *(targets[b, 1 + i] for i in keep[b])])
+                         for b in range(2)])
+    if arm.startswith("own"):
+        norm, first, _, second, _ = student.own
+        hidden = F.layer_norm(x, x.shape[2:], norm.weight, norm.bias) @ first.weight.T + first.bias
+        logits = F.gelu(hidden) @ second.weight.T + second.bias
+    else:
+        router = student.encoder.blocks[3].mlp.router
+        logits = router.scale * F.cosine_similarity(x[:, :, None], router.phi.T, dim=3)
     dispatch = logits.softmax(1)
     assert dispatch.shape == (2, 21, 1 if arm.startswith("own") else 2)
     total = 0
     for b in range(2):
-        keep = [i for i in range(25) if not mask[b, i]]
-        assert seen_planted[b].tolist() == planted[b, keep].tolist()
+        assert seen_planted[b].tolist() == planted[b, keep[b]].tolist()
         cost = [F.huber_loss(pred.tokens[b, 1 + v], F.layer_norm(targets[b, 1 + i], (7,)))
-                for v, i in enumerate(keep)]
-        factor = {"unweighted": [1] * 20, "oracle": [1 - planted[b, i].item() for i in keep],
-                  "tenth": [0.1 if planted[b, i] else 1 for i in keep],
+                for v, i in enumerate(keep[b])]
+        factor = {"unweighted": [1] * 20, "oracle": [1 - planted[b, i].item() for i in keep[b]],
                   "softmin": [(-c / 0.1).exp() for c in cost],
                   "copied": students["routed"](images, mask, targets, planted)[1][b]
                   }.get(arm, dispatch[b, 1:, 0])
@@ -4037,38 +4145,40 @@ def test_an_arm_is_its_weights_and_the_entropy_of_its_router(arm):
         total += 0.1 * (dispatch[b] * dispatch[b].log()).sum() / 2
     assert loss.item() == pytest.approx(total.item(), rel=1e-9)
 
-    if arm.startswith("routed-"):      # whose outputs do patches take?
-        combine = (cosines(router.other) if "split" in arm else logits).softmax(2)
-        assert torch.allclose(pred.routing[3].combine, combine)
-    if arm[:3] in ("own", "rou"):      # whom do the weights teach?
+    if arm in ("routed", "own-detached", "own-target"):      # whom do the weights teach?
         early = student.encoder.blocks[0].attn.qkv.weight
-        logits = [router.phi] if arm == "routed" else [*(student.own or router).logits.parameters()]
-        reached, *taught = torch.autograd.grad(weight.square().sum(), [early, *logits],
+        router = [*student.own[:4].parameters()] if student.own else [router.phi]
+        reached, *taught = torch.autograd.grad(weight.square().sum(), [early, *router],
                                                allow_unused=True)
-        assert (reached is None) == ("detached" in arm) and None not in taught
+        assert (reached is None) == (arm != "routed") and None not in taught
+    else:
+        assert not weight.requires_grad
 
 
 def test_planted_tokens_are_random_with_the_teachers_mean_and_deviation():
     teacher = lambda images: torch.arange(7.0) * torch.randn(len(images), 10, 7) + 3  # noqa: E731
     views = {(0, i): {"image": torch.zeros(3, 6, 6, dtype=torch.uint8)} for i in range(512)}
     planting = control.Planting("random", teacher, views, 5, torch.device("cpu"))
-    targets, images = torch.full((300, 10, 7), 50.0), torch.rand(300, 3, 6, 6)
-    changed, planted = planting(images, targets, torch.zeros(300, 9).bool())
+    batch = {"image": torch.randint(256, (300, 3, 6, 6), dtype=torch.uint8),
+             "flip": torch.rand(300) < 0.5, "jitter": torch.ones(300, 3),
+             "mask": torch.rand(300, 9) < 0.4, "noise": torch.rand(300, 9) < 0.3}
+    planting.teacher = lambda images: torch.full((300, 10, 7), 50.0)
+    images, mask, changed, planted = planting(batch)
+    assert torch.equal(images, data.augment(batch)) and mask is batch["mask"]
     assert planted.sum(1).tolist() == [4] * 300      # 40 % of 9
     assert (changed[:, 0] == 50).all() and (changed[:, 1:][~planted] == 50).all()
     assert torch.allclose(changed[:, 1:][planted].mean(0), torch.full((7,), 3.0), atol=0.6)
     assert torch.allclose(changed[:, 1:][planted].std(0), torch.arange(7.0), atol=0.5)
-    again, _ = planting(images, targets, planted)
-    assert not torch.equal(again, changed)
-    noise = torch.rand(300, 9) < 0.3
-    planting.how = "noise"
-    assert torch.equal(planting(images, targets, noise)[1], noise)
+    assert not torch.equal(planting(batch)[2], changed)
+    for planting.how in ("noise", "blocks"):
+        assert torch.equal(planting(batch)[3], batch["noise"])
     planting.how = "flat"      # a patch of one color is flat, whatever its color
     flat = torch.stack([torch.randperm(9) < 4 for _ in range(300)])
-    color = torch.rand(300, 3, 3, 3).repeat_interleave(2, 2).repeat_interleave(2, 3)
+    color = torch.randint(256, (300, 3, 3, 3)).repeat_interleave(2, 2).repeat_interleave(2, 3)
     where = flat.view(300, 1, 3, 3).repeat_interleave(2, 2).repeat_interleave(2, 3)
-    images = torch.where(where, color, images)
-    assert torch.equal(planting(images, targets, noise)[1], flat)
+    batch["image"] = torch.where(where, color, batch["image"]).byte()
+    batch["flip"][:] = False
+    assert torch.equal(planting(batch)[3], flat)
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
@@ -4138,30 +4248,103 @@ def test_the_papers_tables_stand_beside_what_runs_have_measured(stage, teacher, 
         assert f"| {row['paper']} | " in line and line.endswith(f" | {row['note']} |")
 
 
-def test_the_controls_table_compares_arms_seed_by_seed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(control, "SERIES", (("cifar10-flat", 8), ("cifar10-random", 8),
-                                              ("cifar10-clean", 8)))
-    floor, best = (2.0, 3.0, 4.0), (1.0, 1.0, 1.0)
-    losses = dict.fromkeys(control.ARMS, floor) | {"softmin": (1.5, 2.0, 2.5), "oracle": best}
-    rows = [{"set": name, "epochs": 8, "seed": seed, "arm": arm, "loss": values[seed],
-             "knn": 40.0 + seed * (arm == "softmin"), "planted_weight": 0.1 * seed}
-            for name in ("cifar10-flat", "cifar10-clean")
-            for arm, values in losses.items() for seed in (2, 0, 1)]
-    rows = [row for row in rows if row["arm"] != "oracle" or row["set"] == "cifar10-flat"]
-    flat = [row for row in rows if row["set"] == "cifar10-flat"]
-    found = control.compare(flat, "softmin")
-    assert found["share"] == pytest.approx((0.5, 0))
-    change = np.array([-25, -100 / 3, -37.5])
-    assert found["loss"] == pytest.approx((change.mean(), 4.303 * change.std(ddof=1) / 3 ** 0.5))
-    assert found["knn"] == pytest.approx((1, 4.303 / 3 ** 0.5))
-    assert found["weight"] == pytest.approx((0.1, 0.1 * 4.303 / 3 ** 0.5))
-    unfinished = [{"set": "cifar10-random", "epochs": 8, "seed": seed, "arm": "own"}
-                  for seed in (0, 1)]
-    control.draw(rows + unfinished, tmp_path / "x.png")
-    lines = capsys.readouterr().out.splitlines()
-    assert "| softmin | **+0.50 ± 0.00**, 0.10 |" in lines
-    assert "| softmin | **-31.9 ± 15.8** | **-31.9 ± 15.8** |" in lines
-    assert "| oracle | +0.0 ± 0.0 |  |" in lines and (tmp_path / "x.png").stat().st_size > 0
+@pytest.fixture
+def toy_rows(monkeypatch):
+    """Rows of three seeds: planted, planted without look-alikes, clean, an unfinished set, and one
+    of which they were not measured
+    """
+    sets = {"flat": "flat", "random": "random", "clean": "none", "late": "flat", "old": "flat"}
+    monkeypatch.setattr(control_tables, "SETS", {name: ("", how) for name, how in sets.items()})
+    monkeypatch.setattr(control_tables, "SERIES", {8: dict.fromkeys(sets, control.ARMS[:4])})
+    rows, draws = [], np.random.default_rng(0)
+    for name, seed, arm in itertools.product(sets, (2, 0, 1), control.ARMS[:4]):
+        share = {"random": 0, "clean": 0.1}.get(name, 0.2 + 0.1 * seed)
+        level = {"unweighted": 4, "oracle": 1, "softmin": 2, "routed": 4.5}[arm]
+        alike, other = level + 0.1 * draws.random(), 2 + 0.1 * draws.random()
+        if name == "random":
+            alike, other = None, level
+        row = {"set": name, "epochs": 8, "seed": seed, "arm": arm, "lookalikes": share,
+               "loss": share * (alike or 0) + (1 - share) * other, "loss_lookalikes": alike,
+               "loss_others": other, "planted_weight": 0.1 * seed, "knn": 40.0 + seed * level}
+        if name == "old":
+            row = {field: value for field, value in row.items() if "lookalikes" not in field}
+        if (name, arm) != ("clean", "oracle") and (name, seed) != ("late", 1):
+            rows.append(row)
+    return rows
+
+
+def plain_gains(rows, name, arm, part):
+    """In percent, seed by seed"""
+    found = []
+    for seed in range(3):
+        base, run = (next(row for row in rows if (row["set"], row["seed"], row["arm"]) ==
+                          (name, seed, each)) for each in ("unweighted", arm))
+        share = {"": 1, "_lookalikes": run["lookalikes"], "_others": 1 - run["lookalikes"]}[part]
+        lower = base[f"loss{part}"] - run[f"loss{part}"] if share else 0
+        found.append(100 * share * lower / base["loss"])
+    return np.array(found)
+
+
+def test_the_controls_gains_on_look_alikes_and_others_add_up_to_that_on_all(toy_rows):
+    for name, arm in (("flat", "oracle"), ("flat", "softmin"), ("random", "routed"),
+                      ("clean", "softmin")):
+        group = [row for row in toy_rows if row["set"] == name]
+        gains = {part: control_tables.gain(group, arm, part) for part in control_tables.PARTS}
+        for part, found in gains.items():
+            assert found == pytest.approx(plain_gains(toy_rows, name, arm, part), rel=1e-9)
+        assert gains["_lookalikes"] + gains["_others"] == pytest.approx(gains[""])
+    group = [row for row in toy_rows if row["set"] == "flat"]
+    best = plain_gains(toy_rows, "flat", "oracle", "_lookalikes")
+    softmin = plain_gains(toy_rows, "flat", "softmin", "_lookalikes")
+    share = control_tables.recovered(group, "softmin", "_lookalikes", of="_lookalikes")
+    assert share == pytest.approx(softmin / best)
+    # where the oracle gains nothing, there is no share
+    assert control_tables.recovered(group, "softmin", "_others", of="_others") is None
+    assert control_tables.interval(softmin) == pytest.approx(
+        (softmin.mean(), 4.303 * softmin.std(ddof=1) / 3 ** 0.5))
+
+
+def test_the_controls_tables_and_picture_show_the_sets_that_are_finished(toy_rows, tmp_path,
+                                                                         capsys):
+    path, picture = tmp_path / "rows.jsonl", tmp_path / "x.png"
+    path.write_text("".join(json.dumps(row) + "\n" for row in toy_rows))
+    control_tables.main(path, picture)
+    out = capsys.readouterr().out
+
+    def said(name, arm, part, digits, by=1):
+        values = plain_gains(toy_rows, name, arm, part) / by
+        half = 4.303 * values.std(ddof=1) / 3 ** 0.5
+        text = f"{values.mean():+.{digits}f} ± {half:.{digits}f}"
+        return f"**{text}**" if abs(values.mean()) > half else text
+
+    def table(title):
+        lines = out.split(title)[1].split("\n\n")[1].splitlines()
+        return {line.split(" | ")[0][2:]: line.split(" | ")[2:] for line in lines[2:]}
+    alike, others = table(" look-alikes:"), table(" other clean patches:")
+    assert list(table(" all clean patches:")) == ["flat", "random", "old"]
+    assert list(others) == ["flat", "random"] and list(alike) == ["flat"]
+    loss, oracle, softmin, routed, *_ = alike["flat"]
+    group = [row for row in toy_rows if row["set"] == "flat"]
+    mean = np.mean([row["loss_lookalikes"] for row in group if row["arm"] == "unweighted"])
+    best = plain_gains(toy_rows, "flat", "oracle", "_lookalikes")
+    whole = plain_gains(toy_rows, "flat", "oracle", "")
+    assert loss == f"{mean:.4f}"
+    assert oracle == f"{said('flat', 'oracle', '_lookalikes', 1)} %, {np.mean(best / whole):.2f}"
+    assert softmin == said("flat", "softmin", "_lookalikes", 2, by=best)
+    assert routed == said("flat", "routed", "_lookalikes", 2, by=best)
+    # nobody gains elsewhere
+    assert others["flat"][2] == f"{said('flat', 'softmin', '_others', 1)} %"
+    assert table("Weight")["flat"][:2] == ["0.10", "0.10"]
+    assert table("Gain, %")["clean"][1:3] == ["", said("clean", "softmin", "", 1)]
+    assert table("k-NN")["flat"][2] == "-2.0 ± 5.0"      # 0, -2 and -4 points
+    assert picture.stat().st_size > 0
+
+    for part in ("_lookalikes", "_others"):
+        axis = MagicMock()
+        control_tables.draw_part(axis, {8: group}, part)
+        bars = {each.kwargs["label"]: each.args[1] for each in axis.bar.call_args_list}
+        assert bars == pytest.approx({arm: plain_gains(toy_rows, "flat", arm, part).mean()
+                                      for arm in ("oracle", "softmin", "routed")})
 
 
 # -------------------------------------------------------------------------------- pages
