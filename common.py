@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import inspect
 import json
 import math
@@ -74,7 +75,10 @@ class Output:
             written = self.stream.write(text)
             self.stream.flush()
             return written
-        except BrokenPipeError:      # from now on, into nothing
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):      # of a pipe, and of a terminal
+                raise
+            # from now on, into nothing
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
             return len(text)
 

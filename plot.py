@@ -70,7 +70,8 @@ def read_run(folder: str) -> list[dict]:
     for row in read_lines(Path(folder, "knn.jsonl")):
         if row["epoch"] is not None and Path(row["encoder"]).parent.name in ("", name):
             kind = "[CLS]" if row["pool"] == "cls" else "mean patch"
-            field = f"k-NN, {os.path.basename(row['data'])}, {kind}"
+            data = Path(*Path(row["data"]).parts[-2:])      # of two imagenet/, their parents differ
+            field = f"k-NN, {data}, {kind}"
             knn[field, row["epoch"]] = {"epoch": row["epoch"], field: row["top1"]}
     lines += [knn[key] for key in sorted(knn)]
     if "token" in lines[0]:      # a total that is mostly minus lambda times the entropies

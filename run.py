@@ -112,10 +112,10 @@ class Run:
         record = {"args": vars(self.args), "defaults": self.args.defaults,
                   "images": self.image_count}
         origins = read_origins(self.folder, record)
+        if not (self.folder / "last.pt").exists():
+            check_new(self.folder, known=bool(origins))
         self.log_file = lock_log(self.folder)
         state = self.read_last()
-        if not state:
-            check_new(self.folder, known=bool(origins))
         for left in self.folder.iterdir():      # by a process that was killed
             if TEMPORARY.fullmatch(left.name):
                 left.unlink()
@@ -387,7 +387,8 @@ def check_new(folder: Path, known: bool):
     if kept:
         raise UserError(f"{folder} has {min(kept)} and no last.pt to go on from: give another "
                         "--out")
-    if not known and (folder / "log.jsonl").stat().st_size:
+    log = folder / "log.jsonl"
+    if not known and log.exists() and log.stat().st_size:
         raise UserError(f"{folder} has a log.jsonl and no args.json, so that it is no run of this "
                         "code: give another --out")
 

@@ -8,6 +8,7 @@ import argparse
 import colorsys
 import contextlib
 import copy
+import errno
 import functools
 import gc
 import itertools
@@ -736,13 +737,20 @@ def test_checkpoints_of_the_authors_trainer_load(tmp_path, monkeypatch, prefix, 
             state[name] = value
     torch.save({"model": state, "config": {"data": Path("a")}, "best_loss": np.float32(math.inf),
                 "optimizer": {"param_groups": [{"lr": np.float64(0.1), "params": [0, 1]}]},
-                "lr_schedule": np.linspace(0, 1, 300), "epochs": np.arange(3)},
+                "lr_schedule": np.linspace(0, 1, 300), "epochs": np.arange(3),
+                "seen": np.ones(2, bool)},
                tmp_path / "release.pt")
     assert f"numpy.{core}.multiarray".encode() in (tmp_path / "release.pt").read_bytes()
     loaded = encoders.load_encoder(tmp_path / "release.pt").eval()
     images = torch.rand(2, 3, 32, 32)
     assert torch.allclose(loaded(images)[0], encoder(images)[0], atol=1e-6)
     assert loaded.moe_blocks == [0, 2]
+
+
+def test_a_config_of_another_library_beside_a_file_is_no_error(tmp_path):
+    torch.save(timm_vit().state_dict(), tmp_path / "x.pt")
+    write_text(tmp_path / "config.json", '{"architectures": ["ViTModel"]}')
+    encoders.load_encoder(tmp_path / "x.pt")
 
 
 def wrapped(vit, *names):
@@ -1232,6 +1240,14 @@ def test_pngs_are_upright(tmp_path, turn):
     Image.fromarray(PICTURE).save(tmp_path / "x.png", exif=exif)
     upright = ImageOps.exif_transpose(Image.open(tmp_path / "x.png"))
     assert torch.equal(data.read_image(tmp_path / "x.png"), TF.pil_to_tensor(upright))
+
+
+def test_images_that_are_gone_or_hold_floats_are_named(tmp_path):
+    """Nobody knows which float is white."""
+    Image.new("F", (3, 3)).save(tmp_path / "x.tiff")
+    for name in ("gone.jpg", "x.tiff"):
+        with pytest.raises(common.UserError, match=str(tmp_path / name)):
+            data.read_image(tmp_path / name)
 
 
 def test_a_broken_exif_tag_is_no_broken_image(tmp_path):
@@ -2638,6 +2654,74 @@ def test_a_kill_between_two_files_loses_no_kept_checkpoint(stage, monkeypatch, t
     assert [checkpoint["step"] for checkpoint in kept] == [0, 4, 8]
 
 
+def test_a_signal_in_the_last_step_leaves_its_evaluation(stage, monkeypatch):
+    at_step(monkeypatch, 7, lambda: signal.raise_signal(signal.SIGUSR1))
+    best, state, log = play("finetune", stage("finetune"))
+    assert best and "top1" in log[-1] and not state["evaluation_due"]
+
+
+def test_an_evaluation_is_kept_before_last_says_that_it_is_done(stage, monkeypatch):
+    """Else a kill between the two files would lose it."""
+    calls, save, write = [], run.Run.save, run.Run.write_line
+    monkeypatch.setattr(run.Run, "save", lambda run, name, *parts, **due: (
+        calls.append(name), save(run, name, *parts, **due)))
+    monkeypatch.setattr(run.Run, "write_line", lambda *args: (calls.append("log"), write(*args)))
+    play("finetune", stage("finetune"))
+    assert calls[-5:] == ["log", "last.pt", "best.pt", "log", "last.pt"]
+
+
+def test_a_closed_terminal_costs_nothing(stage, monkeypatch):
+    """To write into it is an error, in the signal's handler too."""
+    monkeypatch.setattr(run.os, "write", Mock(side_effect=OSError(errno.EIO, "")))
+    at_step(monkeypatch, 1, lambda: signal.raise_signal(signal.SIGHUP))
+    assert train(stage("pretrain"))[0]["step"] == 4
+
+
+def test_a_last_checkpoint_of_an_older_version_goes_on(stage, tmp_path):
+    state, _ = train(stage("pretrain", "--max-steps 1"))
+    assert state["epoch"] == 0.25
+    torch.save({name: state[name] for name in state if name != "evaluation_due"},
+               tmp_path / "run" / "last.pt")
+    assert train(stage("pretrain"))[0]["step"] == 8
+
+
+def test_a_last_checkpoint_that_cannot_be_read_is_not_called_damaged(stage, capsys, tmp_path):
+    train(stage("pretrain", "--max-steps 1"))
+    (tmp_path / "run" / "last.pt").unlink()
+    (tmp_path / "run" / "last.pt").mkdir()
+    error = refusal(capsys, "pretrain", *stage("pretrain"))
+    assert error == f"{tmp_path}/run/last.pt: {os.strerror(errno.EISDIR)}"
+
+
+def test_a_full_disk_is_not_filled_further(stage, monkeypatch, tmp_path):
+    def full(state, path):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "full")
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="full"):
+        train(stage("pretrain"))
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+@pytest.mark.parametrize("name", ("checkpoint", "encoder", "teacher"))
+def test_each_model_that_a_run_starts_from_can_be_newer(tmp_path, capsys, name):
+    for at, file in enumerate(("last.pt", "x.pt")):
+        (tmp_path / file).touch()
+        os.utime(tmp_path / file, (at, at))
+    args = argparse.Namespace(**{name: f"{tmp_path}/x.pt"})
+    run.Run.compare_ages(Mock(folder=tmp_path, args=args))
+    assert f"{tmp_path}/x.pt is newer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind, module, flag", (
+    (EOFError, "builtins", "--workers"), (RuntimeError, "torch._inductor.exc", "--no-compile")))
+def test_what_loaders_and_compilers_raise_is_advice(kind, module, flag, capsys):
+    error = type("Error", (kind,), {"__module__": module})
+    with pytest.raises(SystemExit):
+        common.launch(Mock(side_effect=error), None)
+    assert flag in capsys.readouterr().err
+
+
 def test_a_run_is_known_from_its_first_step_on(stage, monkeypatch, tmp_path, capsys):
     """By args.json, which also says where it comes from."""
     argv = stage("pretrain", "--entropy-weight 5 1")
@@ -3342,6 +3426,14 @@ def test_knn_that_cannot_write_its_rows_says_so_before_its_work(stage, capsys, m
     assert refusal(capsys, "knn", *stage("knn")).endswith("run: Permission denied")
 
 
+def test_knn_prints_before_it_writes(stage, monkeypatch, capsys):
+    """A full disk costs no number."""
+    monkeypatch.setattr(knn.json, "dumps", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError, match="full"):
+        knn.main(knn.parse_args(stage("knn")))
+    assert "%" in capsys.readouterr().out
+
+
 def test_knn_of_features_that_are_not_finite_is_no_number(stage, encoder, tmp_path, capsys):
     file = torch.load(encoder)
     file["model"]["encoder.norm.weight"][0] = math.inf
@@ -3511,6 +3603,9 @@ def test_an_evaluation_says_what_is_not_labeled(monkeypatch):
     scene.shade[:15] = 0
     evaluate()
     assert "25.0%" in said[0] and "7 of 9 classes" in said.pop()
+    scene.shade[:] = 1
+    evaluate()
+    assert "8 of 9 classes" in said.pop()
     scene.shade[:] = torch.arange(80) % 9 + 1
     evaluate()
     assert not said
@@ -3615,7 +3710,7 @@ def test_an_annotation_that_is_missing_is_named_before_anything_is_trained(stage
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("turn", (0, 1, 3, 6, 9))      # 0 and 9 mean nothing
+@pytest.mark.parametrize("turn", (0, 1, 2, 8, 9))      # 0 and 9 mean nothing
 def test_an_image_that_its_exif_tag_turns_and_not_its_annotation_is_named(stage, scenes, tmp_path,
                                                                           capsys, turn):
     """Upside down, it would have wrong labels, and nothing would say so."""
@@ -3896,8 +3991,9 @@ def test_each_run_is_drawn_over_epochs_in_a_panel_for_each_quantity_it_has(write
         "weighted / unweighted token loss": [("-", "C0", (1, 1), (2, 0.9))],
         "variation of expert 0's weights": [("-", "C0", (1, 0.1), (2, 0.3))],
         "learning rate": [("-", "C0", (1, 1e-3), (2, 1e-3)), ("-", "C1", (1, 1e-3), (2, 1e-3))],
-        "k-NN, photos, [CLS]": [("-", color, (0, 10), (1, 20), (2, 30)) for color in ("C0", "C1")],
-        "k-NN, photos, mean patch": [("-", color, (2, 40)) for color in ("C0", "C1")],
+        "k-NN, a/photos, [CLS]": [("-", color, (0, 10), (1, 20), (2, 30))
+                                  for color in ("C0", "C1")],
+        "k-NN, a/photos, mean patch": [("-", color, (2, 40)) for color in ("C0", "C1")],
         "edge loss": [("-", "C0", (1, 3), (2, 2)), ("--", "C0", (1, 4), (2, 3))],
         "validation accuracy": [("-", "C1", (1, 30), (2, 40))],
         "segmentation of the validation images": [("-", "C1", (1, 5), (2, 6))]}
@@ -3905,6 +4001,23 @@ def test_each_run_is_drawn_over_epochs_in_a_panel_for_each_quantity_it_has(write
     assert [text.get_text() for text in legend.get_texts()] == [
         name.replace("$", r"\$") for name in runs]      # $x$ is no mathematics
     assert [line.get_color() for line in legend.get_lines()] == ["C0", "C1"]
+
+
+def test_each_field_of_a_log_has_its_panel_and_no_other():
+    known = LINE | {"main", "auxiliary", "miou", "mean_accuracy", "pixel_accuracy", "top5"}
+    panels = plot.find_panels(known)
+    assert {fields for _, _, fields in panels} == {("loss",), ("lr",), ("miou",)}
+
+
+def test_data_sets_of_one_name_have_curves_of_their_own(write_run):
+    folder = Path(write_run("one"))
+    rows = [{"epoch": 1.0, "encoder": "one/last.pt", "pool": "cls", "data": data, "top1": top1}
+            for data, top1 in (("/v1/photos/", 50), ("/v2/photos", 20), ("/a", 30), ("shapes", 40))]
+    write_text(folder / "knn.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
+    found = {name: line[name] for line in plot.read_run(str(folder)) for name in line
+             if name.startswith("k-NN")}
+    assert found == {"k-NN, v1/photos, [CLS]": 50, "k-NN, v2/photos, [CLS]": 20,
+                     "k-NN, /a, [CLS]": 30, "k-NN, shapes, [CLS]": 40}
 
 
 def test_plot_says_in_one_line_what_it_misses(write_run, tmp_path, capsys):
