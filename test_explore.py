@@ -4258,12 +4258,12 @@ def test_an_arm_is_its_weights_and_the_entropy_of_its_router(arm):
         total += 0.1 * (dispatch[b] * dispatch[b].log()).sum() / 2
     assert loss.item() == pytest.approx(total.item(), rel=1e-9)
 
-    if arm in ("routed", "own-detached", "own-target"):      # whom do the weights teach?
+    if arm in ("routed", "own", "own-detached", "own-target"):      # whom do the weights teach?
         early = student.encoder.blocks[0].attn.qkv.weight
         router = [*student.own[:4].parameters()] if student.own else [router.phi]
         reached, *taught = torch.autograd.grad(weight.square().sum(), [early, *router],
                                                allow_unused=True)
-        assert (reached is None) == (arm != "routed") and None not in taught
+        assert (reached is not None) == (arm in ("routed", "own")) and None not in taught
     else:
         assert not weight.requires_grad
 

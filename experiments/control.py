@@ -13,9 +13,10 @@ weights of the patch losses (Eq. 5):
   softmin        exp(-loss / lambda), without a gradient
   routed         the paper's: expert 0's dispatch weights, which learn from the loss
   copied         those of the routed student in the same step, for another student
-  own-detached   a router with a hidden layer, beside the experts' own and for the loss alone, on
-                 the student's tokens; the encoder gets no gradient from it
-  own-target     the same on the targets: it knows what the loss will be of, and not the loss
+  own            an extra router, with a hidden layer, that weights the loss alone, on the student's
+                 tokens
+  own-detached   the same, and the encoder gets no gradient from it
+  own-target     the same on the targets: it knows the target, and not the loss
 
 All have two experts, and the entropy of the router that gives the weights, or else of the last one
 (Eq. 7), with the same lambda. Each run is a line of control.jsonl, and is measured on held-out
@@ -48,7 +49,7 @@ from losses import dispatch_entropy, patch_weights, patchify, token_loss, weight
 from model import ViT, normalize
 from shapes import Shapes
 
-ARMS = ("unweighted", "oracle", "softmin", "routed", "copied", "own-detached", "own-target")
+ARMS = ("unweighted", "oracle", "softmin", "routed", "copied", "own", "own-detached", "own-target")
 LONG = tuple(arm for arm in ARMS if arm != "copied")
 CLEAN = tuple(arm for arm in ARMS if arm != "oracle")
 LAMBDA = 0.1
@@ -184,7 +185,8 @@ class Student(nn.Module):
         self.encoder = self.model.encoder
         self.last = max(self.encoder.moe_blocks)
         self.encoder.blocks[self.last].mlp.register_forward_pre_hook(self.remember)
-        dims = {"own-detached": self.encoder.dim, "own-target": teacher_dim}
+        dims = {"own": self.encoder.dim, "own-detached": self.encoder.dim,
+                "own-target": teacher_dim}
         self.own = hidden_router(dims[arm]) if arm in dims else None
 
     def remember(self, moe, inputs: tuple[Tensor]):
@@ -201,7 +203,9 @@ class Student(nn.Module):
         seen_planted = planted.take_along_dim(pred.ids_keep, 1)
         patch_loss = token_loss(pred.tokens[:, 1:], seen_targets)
         dispatch = pred.routing[self.last].dispatch
-        if self.arm == "own-detached":
+        if self.arm == "own":
+            dispatch = self.own(self.entering)
+        elif self.arm == "own-detached":
             dispatch = self.own(self.entering.detach())
         elif self.arm == "own-target":
             dispatch = self.own(torch.cat([targets[:, :1], seen_targets], 1))

@@ -34,8 +34,9 @@ def share_of(rows: list[dict], part: str) -> np.ndarray:
 
 
 def split(groups: dict) -> dict:
-    """The groups of rows that have look-alikes; older ones have the loss on all patches alone."""
-    return {group: rows for group, rows in groups.items() if "lookalikes" in rows[0]}
+    """The rows that have look-alikes; older ones have the loss on all patches alone."""
+    rows = {group: [row for row in rows if "lookalikes" in row] for group, rows in groups.items()}
+    return {group: some for group, some in rows.items() if some}
 
 
 def gain(rows: list[dict], arm: str, part: str) -> np.ndarray:
@@ -128,7 +129,7 @@ def draw(planted: dict[tuple[str, int], list[dict]], path: Path):
     figure = Figure(figsize=(10, 5.5), layout="constrained")
     axes = figure.subplots(2, len(sets), sharey=True, squeeze=False)
     for row, part in zip(axes, ("_lookalikes", "_others")):
-        row[0].set_ylabel(f"gain on {PARTS[part]}, %")
+        row[0].set_ylabel(f"gain from {PARTS[part]}, %")
         for axis, name in zip(row, sets):
             axis.set_title(name)
             draw_part(axis, {epochs: rows for (each, epochs), rows in planted.items()
