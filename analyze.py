@@ -4,8 +4,8 @@
     python analyze.py runs/coupled/last.pt runs/detached/last.pt    # two models side by side
     python analyze.py runs/coupled/epoch_*.pt                       # one run, epoch by epoch
 
-What most runs change: --data (by default, what the checkpoint was trained on), --images, --block,
---out. It writes
+What most runs change: --data (by default, val/ of what the checkpoint was trained on), --images,
+--block, --out. It writes
   heatmaps.png     the weight of each patch, over some images (Fig. 1 and A1)
   blocks.png       silhouette, entropy, variation and [CLS] share of each block (Fig. A2)
   correlation.png  expert 0's weight of a patch against the patch's token loss (Fig. A3)
@@ -209,7 +209,7 @@ def report(numbers: dict):
     """Prints a line: what one checkpoint's expert 0 does in the block that is shown."""
     found = shown_numbers(numbers)
     said = [f"{name} {np.ravel(found[name])[0]:.3f}" for name in (
-        "silhouette", "dispatch_cv", "correlation") if name in found]
+        "correlation", "dispatch_cv", "silhouette") if name in found]
     print(f"{numbers['checkpoint']}: block {numbers['block']}, expert 0: {', '.join(said)}")
 
 
@@ -329,10 +329,12 @@ def main(args) -> list[dict]:
     experts = EXPERTS if len(models) <= 2 else 1
     draw_heatmaps(models, experts, out / "heatmaps.png")
     draw_blocks(models, experts, out / "blocks.png")
+    written = ["heatmaps.png", "blocks.png", "routing.json"]
     known = [model for model in models if model["points"] is not None]
     if known:
         draw_correlation(known, out / "correlation.png")
-    print(f"{out}: routing.json, pictures")
+        written.append("correlation.png")
+    print(f"{out}: {', '.join(written)}")
     return numbers
 
 
