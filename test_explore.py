@@ -4363,10 +4363,8 @@ def test_the_papers_tables_stand_beside_what_runs_have_measured(stage, teacher, 
 
 @pytest.fixture
 def toy_rows(monkeypatch):
-    """Rows of three seeds: planted, planted without look-alikes, clean, an unfinished set, and one
-    of which they were not measured
-    """
-    sets = {"flat": "flat", "random": "random", "clean": "none", "late": "flat", "old": "flat"}
+    """Rows of three seeds: planted, planted without look-alikes, clean, and an unfinished set"""
+    sets = {"flat": "flat", "random": "random", "clean": "none", "late": "flat"}
     monkeypatch.setattr(control_tables, "SETS", {name: ("", how) for name, how in sets.items()})
     monkeypatch.setattr(control_tables, "SERIES", {8: dict.fromkeys(sets, control.ARMS[:4])})
     rows, draws = [], np.random.default_rng(0)
@@ -4379,8 +4377,6 @@ def toy_rows(monkeypatch):
         row = {"set": name, "epochs": 8, "seed": seed, "arm": arm, "lookalikes": share,
                "loss": share * (alike or 0) + (1 - share) * other, "loss_lookalikes": alike,
                "loss_others": other, "planted_weight": 0.1 * seed, "knn": 40.0 + seed * level}
-        if name == "old":
-            row = {field: value for field, value in row.items() if "lookalikes" not in field}
         if (name, arm) != ("clean", "oracle") and (name, seed) != ("late", 1):
             rows.append(row)
     return rows
@@ -4434,8 +4430,8 @@ def test_the_controls_tables_and_picture_show_the_sets_that_are_finished(toy_row
         lines = out.split(title)[1].split("\n\n")[1].splitlines()
         return {line.split(" | ")[0][2:]: line.split(" | ")[2:] for line in lines[2:]}
     alike, others = table(" look-alikes:"), table(" other clean patches:")
-    assert list(table(" all clean patches:")) == ["flat", "random", "old"]
-    assert list(others) == ["flat", "random"] and list(alike) == ["flat"]
+    assert list(table(" all clean patches:")) == list(others) == ["flat", "random"]
+    assert list(alike) == ["flat"]
     loss, oracle, softmin, routed, *_ = alike["flat"]
     group = [row for row in toy_rows if row["set"] == "flat"]
     mean = np.mean([row["loss_lookalikes"] for row in group if row["arm"] == "unweighted"])

@@ -33,12 +33,6 @@ def share_of(rows: list[dict], part: str) -> np.ndarray:
     return share if part == "_lookalikes" else 1 - share
 
 
-def split(groups: dict) -> dict:
-    """The rows that have look-alikes; older ones have the loss on all patches alone."""
-    rows = {group: [row for row in rows if "lookalikes" in row] for group, rows in groups.items()}
-    return {group: some for group, some in rows.items() if some}
-
-
 def gain(rows: list[dict], arm: str, part: str) -> np.ndarray:
     """In percent -> [seeds]"""
     share = share_of(rows, part)
@@ -93,8 +87,7 @@ def print_table(title: str, groups: dict[tuple[str, int], list[dict]], text):
 
 def print_tables(groups: dict, planted: dict):
     for part, title in PARTS.items():
-        some = {group: rows for group, rows in (split(planted) if part else planted).items()
-                if share_of(rows, part).all()}
+        some = {group: rows for group, rows in planted.items() if share_of(rows, part).all()}
         print_table(f"Unweighted loss, the oracle's gain and the share of it, on {title}", some,
                     lambda rows, arm, part=part: part_cell(rows, arm, part))
     print_table("Weight of planted patches over that of clean ones", planted,
@@ -149,7 +142,7 @@ def main(path: Path, picture: Path):
                 groups[name, epochs] = rows
     planted = {group: rows for group, rows in groups.items() if SETS[group[0]][1] != "none"}
     print_tables(groups, planted)
-    draw(split(planted), picture)
+    draw(planted, picture)
 
 
 if __name__ == "__main__":
