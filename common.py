@@ -34,11 +34,9 @@ def note(line: str):
         sys.stderr.flush()
 
 
-tqdm.monitor_interval = 0      # no thread of progress bars: loaders are forked, threads are not
-
-
 def progress_bar(*args, **kwargs) -> tqdm:
-    """tqdm's, which is drawn once a minute where it goes into a file."""
+    """A tqdm bar, redrawn once a minute if stderr is not a terminal."""
+    tqdm.monitor_interval = 0      # no thread that watches bars, for workers are forked
     return tqdm(*args, mininterval=0.1 if sys.stderr.isatty() else 60, **kwargs)
 
 

@@ -179,8 +179,11 @@ def convert(prefix: str, state: dict[str, Tensor]) -> dict:
     if dim == 384 and ("base_encoder." in prefix or "momentum_encoder." in prefix):
         heads = 12      # MoCo v3's ViT-S
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-    moe_blocks = [i for i in range(depth) if f"blocks.{i}.mlp.phi" in state]
-    experts = state[f"blocks.{moe_blocks[0]}.mlp.phi"].numel() // dim if moe_blocks else 0
+    # the release's routers are part of the MLP, ours are modules
+    phis = {int(found[1]): x for name, x in state.items()
+            if (found := re.fullmatch(r"blocks\.(\d+)\.mlp\.(?:router\.)?phi", name))}
+    moe_blocks = sorted(phis)
+    experts = phis[moe_blocks[0]].numel() // dim if moe_blocks else 0
     for i in range(depth):
         convert_block(state, f"blocks.{i}.", dim, experts)
     config = dict(image_size=grid * patch_size, patch_size=patch_size, dim=dim, depth=depth,

@@ -1,14 +1,14 @@
 """The losses of ExPLoRe: what each patch costs, and how much it counts.
 
-Needs nothing but torch. From the top: what each patch costs (Eq. 1 to 3), how much it counts (Eq.
-5), what regularizes the router (Eq. 6 and 7), and `explore_losses`, which does it all for a
-student. The caller multiplies the losses by their weights w, and adds them and the regularizer (Eq.
-8). The printed Eq. 8 divides a weighted loss by the number of patches; here, it is divided by the
-sum of the weights, as in Eq. 5.
+This file needs nothing but torch. From the top: what each patch costs (Eq. 1 to 3), how much it
+counts (Eq. 5), what regularizes the routers (Eq. 6 and 7), and `explore_losses`, which computes all
+of this for a student. The caller weights the losses by w and adds the regularizer (Eq. 8). The
+printed Eq. 8 divides a weighted loss by the number of patches; this file divides it by the sum of
+the weights, as Eq. 5 does.
 
-Shapes: B images, N patches, V of them visible, T tokens of the student with [CLS] first, E
-experts, D features, K objectives. Patch losses and weights are [B, N], or [B, V] where they
-are of the visible patches alone, as those of the token loss are in sparse encoding.
+Shapes: B images, N patches, V visible patches, T tokens of the student with [CLS] first, E experts,
+D features, K objectives. Patch losses and weights are [B, N], or [B, V] for the visible patches
+alone, as for the token loss in sparse encoding.
 """
 
 import math
@@ -25,7 +25,8 @@ def token_loss(pred: Tensor, target: Tensor) -> Tensor:
     pred [B, N, D], target [B, N, D] -> [B, N]; targets are layer-normalized here.
     """
     target = F.layer_norm(target, target.shape[-1:])
-    return F.huber_loss(pred, target, reduction="none", delta=1.0).mean(-1)
+    # unlike F.huber_loss, F.smooth_l1_loss takes half-precision predictions of float32 targets
+    return F.smooth_l1_loss(pred, target, reduction="none", beta=1.0).mean(-1)
 
 
 def cls_loss(pred: Tensor, target: Tensor) -> Tensor:
@@ -34,9 +35,9 @@ def cls_loss(pred: Tensor, target: Tensor) -> Tensor:
 
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
-    """images [B, 3, H, W] -> patches [B, N, P], with P = 3 * patch_size ** 2 pixels in the order
-    (channel, y, x); MAE's order is (y, x, channel). model.py has the same function: each of the
-    two files can be copied alone.
+    """images [B, C, H, W] -> patches [B, N, P], with P = C * patch_size ** 2 pixels in the order
+    (channel, y, x); MAE's order is (y, x, channel). Duplicated in model.py, so that you can copy
+    either file without the other.
     """
     return F.pixel_unshuffle(images, patch_size).flatten(2).transpose(1, 2).contiguous()
 
@@ -44,11 +45,11 @@ def patchify(images: Tensor, patch_size: int) -> Tensor:
 def pixel_loss(pred: Tensor, images: Tensor) -> Tensor:
     """Eq. 3 before the mean over patches: squared error, *mean* over pixels.
 
-    pred [B, N, P], with P as in `patchify`, images [B, 3, H, W] -> [B, N]; P says the size of the
-    patches. Target patches have zero mean and unit variance (unbiased, plus 1e-6). The paper
-    prints the sum over pixels; its values of w_pixel, 1, 0.1 and 0.01, fit the mean.
+    pred [B, N, P], with P as in `patchify`, images [B, C, H, W] -> [B, N]; the patch size follows
+    from P. Target patches have zero mean and unit variance (unbiased, plus 1e-6). The paper prints
+    the sum over pixels; its values of w_pixel, 1, 0.1 and 0.01, fit the mean.
     """
-    target = patchify(images, math.isqrt(pred.shape[-1] // 3))
+    target = patchify(images, math.isqrt(pred.shape[-1] // images.shape[1]))
     std = (target.var(-1, keepdim=True) + 1e-6).sqrt()
     target = (target - target.mean(-1, keepdim=True)) / std
     return (pred - target).square().mean(-1)
@@ -57,57 +58,60 @@ def pixel_loss(pred: Tensor, images: Tensor) -> Tensor:
 def weighted_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
     """Eq. 5, the heart of the paper: a weighted mean over each image's patches.
 
-    patch_loss [B, N], weight [B, N] >= 0 -> scalar, the mean over images. At least one weight of
-    each image must be above zero. The derivative by a weight is (loss - weighted mean) / sum of
-    weights: descent takes weight from patches above the mean, and gives it to those below. Without
-    the division, a router could make the loss small by giving weight to tokens without a loss.
+    patch_loss [B, N], weight [B, N] >= 0 -> scalar, the mean over images. An image whose weights
+    are all zero counts as a loss of zero, without a gradient. The derivative by a weight is
+    (loss - weighted mean) / sum of weights: descent takes weight from patches above the mean and
+    gives it to patches below. Without the division, a router could make the loss small by giving
+    its weight to tokens without a loss.
     """
-    return ((weight * patch_loss).sum(1) / weight.sum(1)).mean()
+    total = weight.sum(1)
+    return ((weight * patch_loss).sum(1) / total.where(total > 0, 1)).mean()
 
 
 def patch_weights(dispatch: Tensor, expert: int = 0, detach: bool = False,
                   prefix: int = 1) -> Tensor:
     """The coupling: how much each patch counts in the loss that belongs to `expert`.
 
-    dispatch [B, T, E], a router's -> [B, T - prefix], without the first `prefix` tokens, such as
-    [CLS] and registers, which have no patch loss. Where only some patches have a loss, multiply by
-    their mask [B, N]. Detached weights still weight the loss, but send the router no gradient:
-    this is the paper's main ablation. The router then learns from the experts' outputs and from
-    the regularizer alone. In another ablation, combine weights take the place of `dispatch`.
+    A router's dispatch weights [B, T, E] -> [B, T - prefix]. The first `prefix` tokens, such as
+    [CLS] and registers, have no patch loss. Where only some patches have a loss, multiply by their
+    mask [B, N]. Detached weights still weight the loss but send the router no gradient, which is
+    the paper's main ablation: the router then learns from the experts' outputs and from the
+    regularizer alone. In another ablation, combine weights take the place of `dispatch`.
     """
-    # 1e-30: if all selected weights underflow to 0, the patches count alike, instead of 0 / 0
+    # 1e-30: patches whose weights all underflow to 0 count alike
     weight = dispatch[:, prefix:, expert] + 1e-30
     return weight.detach() if detach else weight
 
 
-def coupled_loss(name: str, patch_loss: Tensor, selected: Tensor, weight: Tensor | None = None,
-                 normalized: bool = True) -> dict[str, Tensor]:
-    """Eq. 5: the weighted mean loss of the selected patches -> scalars by name
+def coupled_loss(patch_loss: Tensor, selected: Tensor, weights: Tensor | None = None,
+                 expert: int | None = 0, *, kind: str = "dispatch", detach: bool = False,
+                 prefix: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+    """Eq. 5: the selected patches' mean loss, weighted by `expert` -> (loss, metrics)
 
-    patch_loss [B, N]; selected [B, N], 1 for patches that count and 0 for the others; weight
-    [B, N], those of `patch_weights`, or None if all selected patches count alike. NAME is the
-    loss, and NAME_spread that of `loss_spread`. Of a weighted loss, NAME_unweighted is the plain
-    mean, and NAME_ratio the quotient of both.
+    patch_loss [B, N]; selected [B, N], 1 for patches that count and 0 for the others; weights
+    [B, T, E] of the given kind, "dispatch" or "combine". Without weights or expert, all selected
+    patches count alike. detach, prefix: see `patch_weights`. Metrics: `spread`, see `loss_spread`;
+    and, of a weighted loss, `unweighted`, the plain mean, and `ratio`, the loss over it.
     """
     unweighted = weighted_mean(patch_loss, selected)
-    spread = loss_spread(patch_loss.detach(), selected)
-    if weight is None:
-        return {name: unweighted, f"{name}_spread": spread}
-    if normalized:
-        loss = weighted_mean(patch_loss, weight * selected)
-    else:      # combine weights, as in the paper: they can make the loss vanish
+    metrics = {"spread": loss_spread(patch_loss.detach(), selected)}
+    if weights is None or expert is None:
+        return unweighted, metrics
+    weight = patch_weights(weights, expert, detach, prefix)
+    if kind == "combine":      # not normalized, as in the paper: a router can make the loss vanish
         loss = weighted_mean(weight * patch_loss, selected)
-    return {name: loss, f"{name}_spread": spread, f"{name}_unweighted": unweighted,
-            f"{name}_ratio": loss / unweighted}
+    else:
+        loss = weighted_mean(patch_loss, weight * selected)
+    return loss, metrics | {"unweighted": unweighted, "ratio": loss / unweighted}
 
 
 def loss_spread(patch_loss: Tensor, selected: Tensor) -> Tensor:
     """The standard deviation of the losses of an image's selected patches, mean over images.
 
-    patch_loss [B, N], selected [B, N], 1 or 0 -> scalar. It is the unit in which lambda is chosen:
-    weights proportional to exp(-loss / lambda) vary by about spread / lambda, over their mean.
+    patch_loss [B, N], selected [B, N], 1 or 0 -> scalar. Where w (Eq. 8) weights the loss, weights
+    proportional to exp(-w loss / lambda) vary by about w * spread / lambda, over their mean.
     """
-    count = selected.sum(1)
+    count = selected.sum(1).clamp_min(1)
     mean = (selected * patch_loss).sum(1) / count
     return ((selected * (patch_loss - mean[:, None]).square()).sum(1) / count).sqrt().mean()
 
@@ -139,17 +143,18 @@ def dispatch_cv(dispatch: Tensor) -> Tensor:
     return (dispatch.std(1, unbiased=False) / dispatch.mean(1)).mean(0)
 
 
-def router_regularizer(routing: Sequence, lambdas: Tensor | float, entropy_on: str = "dispatch",
-                       importance_weight: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """Eq. 7, and the importance loss -> (scalar, metrics); the mean over loss blocks
+def router_regularizer(routing: dict[str, Tensor], lambdas: Tensor | float,
+                       entropy_on: str = "dispatch", importance_weight: float = 0.0
+                       ) -> tuple[Tensor, dict[str, Tensor]]:
+    """Eq. 7, and the importance loss, mean over loss blocks -> (scalar, metrics)
 
-    routing: the Routing of each loss block. lambdas: of each expert, [E], or one for all.
-    entropy_on: the weights of Eq. 6, "dispatch" or, in an ablation, "combine".
+    routing: the "dispatch" and the "combine" weights of L loss blocks, [L, B, T, E] each.
+    lambdas: one for each expert, [E], or one for all. entropy_on: the kind of weights in Eq. 6,
+    "dispatch" or, in an ablation, "combine".
     """
-    # cat: [B, T, E] of each block -> [blocks * B, T, E], so that the mean is over blocks, too
-    weights = torch.cat([getattr(each, entropy_on) for each in routing])
-    entropy_loss = -(lambdas * dispatch_entropy(weights)).sum()
-    importance = torch.stack([importance_loss(each.combine) for each in routing]).mean()
+    entropy = dispatch_entropy(routing[entropy_on].flatten(0, 1))      # [E], blocks as more images
+    entropy_loss = -(lambdas * entropy).sum()
+    importance = torch.stack([importance_loss(combine) for combine in routing["combine"]]).mean()
     return entropy_loss + importance_weight * importance, {
         "entropy_loss": entropy_loss, "importance_loss": importance}
 
@@ -173,11 +178,11 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     loss_block: the MoE blocks whose routers give the weights and are regularized (default: the
     last MoE block). loss_weights: "dispatch" or, in ablations of the paper, "combine" or "uniform".
     lambdas, entropy_on: see `router_regularizer`. detach, prefix: see `patch_weights`; the prefix
-    is of the student's tokens.
+    counts the student's tokens.
 
-    Metrics are detached: each loss by its name; NAME_spread of each loss of patches and, if it is
-    weighted, NAME_unweighted and NAME_ratio; with a router, entropy and dispatch_cv of its dispatch
-    weights, cls_share (the weight on [CLS]), entropy_loss and importance_loss.
+    Metrics are detached: each loss by its name, and the metrics of `coupled_loss` as NAME_spread,
+    NAME_unweighted and NAME_ratio; with a router, entropy and dispatch_cv of its dispatch weights,
+    cls_share (the weight on [CLS]), entropy_loss and importance_loss.
     Raises ValueError if targets do not have 1 + N tokens.
     """
     if targets.shape[1] != 1 + mask.shape[1]:
@@ -191,33 +196,35 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         ids = pred.ids_keep[..., None].expand(-1, -1, targets.shape[2])
         patch_targets = targets[:, 1:].gather(1, ids)
         selected = torch.ones_like(patch_targets[..., 0])
-    blocks = list(pred.routing)[-1:] if loss_block is None else loss_block
-    routing = [pred.routing[block] for block in blocks]
 
-    def weight(expert: int) -> Tensor | None:
-        """[B, N]: here the losses meet the router. None if all patches count alike."""
-        if not routing or loss_weights == "uniform":
-            return None
-        weights = torch.stack([getattr(each, loss_weights) for each in routing]).mean(0)
-        return patch_weights(weights, expert, detach, prefix)
-    normalized = loss_weights != "combine"
+    routing, weights = None, None
+    if blocks := list(pred.routing)[-1:] if loss_block is None else loss_block:
+        routing = {kind: torch.stack([getattr(pred.routing[block], kind) for block in blocks])
+                   for kind in ("dispatch", "combine")}                   # [L, B, T, E] each
+        if loss_weights != "uniform":
+            weights = routing[loss_weights].mean(0)                       # [B, T, E]
+
+    # what each patch costs, which patches count, and which expert weights them
+    patch_losses = {}
+    if "token" in objectives:
+        patch_losses["token"] = token_loss(tokens[:, prefix:], patch_targets), selected, 0
+    if "pixel" in objectives:      # sparse encoding: no router sees a masked patch
+        patch_losses["pixel"] = (pixel_loss(pred.pixels.float(), images), masked,
+                                 1 if dense else None)
 
     metrics = {}      # the losses, and what the log shows beside them
-    if "token" in objectives:
-        patch_loss = token_loss(tokens[:, prefix:], patch_targets)
-        metrics |= coupled_loss("token", patch_loss, selected, weight(0), normalized)
     if "cls" in objectives:
         metrics["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
-    if "pixel" in objectives:      # of masked patches, which routers of sparse encoding do not see
-        patch_loss = pixel_loss(pred.pixels.float(), images)
-        pixel_weight = weight(1) if dense else None
-        metrics |= coupled_loss("pixel", patch_loss, masked, pixel_weight, normalized)
+    for name, (patch_loss, counts, expert) in patch_losses.items():
+        metrics[name], beside = coupled_loss(patch_loss, counts, weights, expert,
+                                             kind=loss_weights, detach=detach, prefix=prefix)
+        metrics |= {f"{name}_{key}": value for key, value in beside.items()}
     losses = torch.stack([metrics[name] for name in objectives])
 
     regularizer = targets.new_zeros(())
     if routing:
         regularizer, terms = router_regularizer(routing, lambdas, entropy_on, importance_weight)
-        dispatch = torch.stack([each.dispatch.detach() for each in routing])
+        dispatch = routing["dispatch"].detach()
         metrics |= terms | {"entropy": dispatch_entropy(dispatch.flatten(0, 1)),
                             "dispatch_cv": dispatch_cv(dispatch.mean(0)[:, prefix:]),
                             "cls_share": dispatch.mean(0)[:, 0].mean(0)}

@@ -48,8 +48,8 @@ def normalize(images: Tensor, mean=IMAGENET_MEAN, std=IMAGENET_STD) -> Tensor:
 
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
-    """images [B, 3, H, W] -> patches [B, N, P], with P = 3 * patch_size ** 2 pixels in the order
-    (channel, y, x), which is that of a convolution's weight
+    """images [B, C, H, W] -> patches [B, N, P], with P = C * patch_size ** 2 pixels in the order
+    (channel, y, x), the order of a convolution's weight.
     """
     return F.pixel_unshuffle(images, patch_size).flatten(2).transpose(1, 2)
 
@@ -84,7 +84,8 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         precision = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        device = "cpu" if x.is_meta else x.device.type      # meta tensors have no autocast
+        with torch.autocast(device, enabled=False):
             x = F.normalize(x.to(precision), dim=-1)
             phi = F.normalize(self.phi.to(precision), dim=0)
             logits = self.scale * (x @ phi)                  # scaled cosines, [B, T, E]
@@ -113,7 +114,9 @@ class SoftMoE(nn.Module):
         nn.init.uniform_(self.w2, -hidden ** -0.5, hidden ** -0.5)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
-        """x [B, T, D] -> (y [B, T, D], Routing)"""
+        """x [B, T, D] -> (y [B, T, D], Routing). A row holds the tokens of one image: packed into
+        one row, several images would share the expert's input.
+        """
         routing = self.router(x)
         slots = torch.einsum("bte,btd->ebd", routing.dispatch.to(x.dtype), x)      # [E, B, D]
         hidden = F.gelu(torch.baddbmm(self.b1[:, None], slots, self.w1))           # [E, B, H]
@@ -156,13 +159,12 @@ class DropPath(nn.Module):
 
     def __init__(self, p: float):
         super().__init__()
-        # a tensor, because torch.compile compiles a block again if a number in it has another value
-        self.register_buffer("p", torch.tensor(p), persistent=False)
+        self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        kept = torch.rand(len(x), 1, 1, device=x.device) >= self.p
+        kept = torch.rand(x.shape[0], 1, 1, device=x.device) >= self.p
         return x * (kept / (1 - self.p)).to(x.dtype)
 
 
@@ -277,7 +279,7 @@ class ViT(nn.Module):
             x = torch.where(mask[..., None], mask_token.to(x.dtype), x)
         x = x + positions
         cls = self.cls_token + self.pos_embed[:, :1]
-        return torch.cat([cls.expand(len(x), -1, -1), x], dim=1)
+        return torch.cat([cls.expand(x.shape[0], -1, -1), x], dim=1)
 
     def compile_blocks(self):
         """Lets torch.compile compile each block, in place: few graphs serve all of them."""
@@ -384,13 +386,15 @@ class Explore(nn.Module):
         self.decoder = PixelDecoder(encoder, **decoder) if pixels else None
 
     def forward(self, images: Tensor, mask: Tensor, ids_keep: Tensor | None = None) -> Prediction:
-        """images [B, 3, S, S]; mask bool [B, N], True where a patch is masked; and, for sparse
-        encoding alone, ids_keep int64 [B, V], the indices of the patches where it is False, of
-        which all images have as many
+        """images [B, 3, S, S]; mask bool [B, N], True where a patch is masked; ids_keep int64
+        [B, V], the indices of the visible patches, which sparse encoding needs: every image has V
+        of them. Raises ValueError without them.
         """
         if self.dense:
             ids_keep = None
             tokens, routing = self.encoder(images, mask=mask, mask_token=self.mask_token)
+        elif ids_keep is None:
+            raise ValueError("a sparse student needs ids_keep, the indices of the visible patches")
         else:      # App. E shuffles them, which changes nothing: each has its position embedding
             tokens, routing = self.encoder(images, ids_keep)
         pixels = self.decoder(tokens[:, 1:], ids_keep, mask) if self.decoder else None
@@ -398,5 +402,7 @@ class Explore(nn.Module):
 
 
 def pool(tokens: Tensor, kind: str) -> Tensor:
-    """tokens [B, 1 + N, D] -> [B, D]: of the kind "cls", [CLS], and of "mean", the mean patch"""
+    """tokens [B, 1 + N, D] -> [B, D]: [CLS] if kind is "cls", the mean patch if it is "mean" """
+    if kind not in ("cls", "mean"):
+        raise ValueError(f"pooling {kind!r}: expected cls or mean")
     return tokens[:, 0] if kind == "cls" else tokens[:, 1:].mean(1)
