@@ -4458,6 +4458,24 @@ def test_the_papers_tables_stand_beside_what_runs_have_measured(stage, teacher, 
         assert f"| {row['paper']} | " in line and line.endswith(f" | {row['note']} |")
 
 
+@pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
+def test_the_papers_accuracies_have_the_deviations_over_seeds_of_its_table_a5():
+    accuracies = {
+        "pretrain tc2": 75.39, "pretrain tc2-seed1 --seed 1": 75.40,
+        "pretrain tc2-seed2 --seed 2": 75.23, "probe tc2 linear": 79.60,
+        "probe tc2-seed1 linear": 79.54, "probe tc2-seed2 linear": 79.63, "probe tc2 ep": 80.19,
+        "probe tc2-seed1 ep": 80.21, "probe tc2-seed2 ep": 80.28}
+    rows = [row | {"measured": accuracies.get(row["row"], 0.0), "difference": 0.0}
+            for row in results.read_rows(PAGES["REPRODUCE"])]
+    found = results.seed_deviations(rows)
+    assert {name: round(deviation, 3) for name, deviation in found.items()} == {
+        "pretrain tc2": 0.078, "probe tc2 linear": 0.037, "probe tc2 ep": 0.039}
+    for row in rows:      # not measured, or with other flags
+        if row["row"] == "probe tc2-seed2 ep":
+            row["difference"] = None
+    assert list(results.seed_deviations(rows)) == ["pretrain tc2", "probe tc2 linear"]
+
+
 @pytest.fixture
 def toy_rows(monkeypatch):
     """Rows of three seeds: planted, planted without look-alikes, clean, and an unfinished set"""

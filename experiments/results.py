@@ -6,13 +6,15 @@
 A row is a command of REPRODUCE.md with the paper's number behind it. What stands beside it is the
 best k-NN accuracy of a pretraining run's epochs, and the best evaluation of any other run; a dash
 if there is none. Tables without any are left out, unless --all asks for them. A run with other
-flags than the command's has no difference to the paper.
+flags than the command's has no difference to the paper. At the end are Table A5's standard
+deviations over seeds.
 """
 
 import argparse
 import json
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +112,19 @@ def measure(command: str, runs: str) -> tuple[float | None, str, bool]:
     return best, "; ".join(notes), not other
 
 
+def seed_deviations(rows: list[dict]) -> dict[str, float]:
+    """Standard deviations of rows that differ in their seed alone -> {row without it: deviation}
+
+    As in Table A5, they divide by the number of seeds. All must be measured with their own flags.
+    """
+    groups = {}
+    for row in rows:
+        groups.setdefault(re.sub(r"-seed\d+| --seed \d+", "", row["row"]), []).append(row)
+    return {name: statistics.pstdev(row["measured"] for row in group)
+            for name, group in groups.items()
+            if len(group) > 1 and all(row["difference"] is not None for row in group)}
+
+
 def main(args: argparse.Namespace) -> list[dict]:
     rows = read_rows((HERE / "REPRODUCE.md").read_text("utf-8"))
     for row in rows:
@@ -134,6 +149,8 @@ def main(args: argparse.Namespace) -> list[dict]:
                 print("| " + " | ".join(cells) + " |" + "\n|---|---|---:|---:|---|" * (i == 0))
             else:
                 print("  ".join(map(str.ljust, cells, widths)).rstrip())
+    for name, deviation in seed_deviations(rows).items():
+        print(f"\n{name}: standard deviation over seeds {deviation:.3f}")
     return rows
 
 
