@@ -4673,7 +4673,7 @@ dist.destroy_process_group()
 
 
 def test_the_readmes_flat_losses_are_equation_5():
-    code, = (code for code in blocks("README", "") if "flat_loss" in code)
+    code, = (code for code in blocks("README", "python") if "flat_loss" in code)
     patch_loss, weight, mask = rand(3, 9), rand(3, 9), (torch.rand(3, 9) < 0.6).double()
     mask[1] = 0      # an image without masked patches
     names = {"torch": torch, "weight": weight * mask, "mask": mask,
