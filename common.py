@@ -1,15 +1,14 @@
-"""What the stages share: errors, flags, processes, random numbers and optimization."""
+"""What the stages share: errors and messages, flags, processes and random numbers."""
 
 import argparse
 import contextlib
-import errno
+import datetime
 import inspect
 import json
 import math
 import os
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +18,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from model import decays
-
 # ------------------------------------------------------------------------------- errors
 
 class UserError(Exception):
-    """An error that the user can mend: it is printed as one line, and the exit code is 2."""
+    """An error that the user can mend: `launch` prints it as one line, and the exit code is 2."""
+
+
+def get_rank() -> int:
+    """This process's rank. RANK without WORLD_SIZE, left over from another job, means nothing."""
+    return int(os.environ["RANK"]) if "WORLD_SIZE" in os.environ else 0
 
 
 def note(line: str):
-    """Prints a line that the user should read, to standard error, by the first process alone."""
-    if os.environ.get("RANK", "0") == "0":
+    """Prints a line that the user should read, on rank 0, to stderr."""
+    if get_rank() == 0:
         tqdm.write(line, file=sys.stderr)      # beside a progress bar
         sys.stderr.flush()
 
@@ -57,9 +59,15 @@ def rounded(value):
                       parse_constant=lambda text: None)
 
 
+def differences(old: dict, new: dict) -> str:
+    """What was and is: the names in both dicts whose values differ, and the values"""
+    return ", ".join(f"{name} was {old[name]}, is {new[name]}"
+                     for name in sorted(old.keys() & new.keys()) if old[name] != new[name])
+
+
 class Output:
-    """Standard output or error, whose reader may leave: Ctrl-C ends `tee` in a pipe, and the run
-    still has to save.
+    """Stdout or stderr of a run that goes on, whatever happens to its reader: Ctrl-C ends `tee` in
+    a pipe, a terminal is closed, the disk of a log file is full.
     """
 
     def __init__(self, stream):
@@ -70,40 +78,28 @@ class Output:
 
     def write(self, text: str) -> int:
         try:
-            written = self.stream.write(text)
+            self.stream.write(text)
             self.stream.flush()
-            return written
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):      # of a pipe, and of a terminal
-                raise
-            # from now on, into nothing
+        except OSError:      # from now on, into nothing
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-            return len(text)
+        return len(text)
 
 
 def launch(main, args: argparse.Namespace):
-    """Calls `main(args)` as a program: what a user can mend becomes one line and exit code 2."""
+    """Calls main(args) as a program: what a user can mend becomes one line and exit code 2."""
     sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
     try:
         main(args)
-        said = None
-    except UserError as error:
-        said = str(error)
-    except torch.OutOfMemoryError as error:
-        said = f"a smaller --micro-batch or --batch-size needs less memory: {error}".splitlines()[0]
-    except (RuntimeError, ConnectionError, EOFError) as error:      # the last two: half of a batch
-        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            traceback.print_exc()
-            said = "torch.compile failed; --no-compile does without it"
-        elif isinstance(error, RuntimeError) and "DataLoader worker (pid" not in str(error):
-            raise
-        else:
-            said = ("a loader was killed, as happens when memory or /dev/shm is full (Docker: "
-                    "--shm-size); fewer --workers need less "
-                    f"({type(error).__name__}: {error})").splitlines()[0]
-    if said:
-        print(f"{Path(sys.argv[0]).name}: error: {said}", file=sys.stderr)
+    except (UserError, torch.OutOfMemoryError) as error:
+        line, *_ = str(error).splitlines()
+        if isinstance(error, torch.OutOfMemoryError):
+            line = f"a smaller --micro-batch or --batch-size needs less memory: {line}"
+        print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
         sys.exit(2)
+    except RuntimeError as error:
+        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            note("torch.compile failed; --no-compile does without it")
+        raise
     if dist.is_initialized():
         # a process that leaves while another is still in its last all-reduce can block that one
         dist.barrier()
@@ -137,9 +133,9 @@ def path(text: str) -> str:
     return os.path.expanduser(text)
 
 
-class Flags(argparse.Namespace):
-    """The flags of a stage, and beside them `defaults`, those of all: a slot is not in vars()."""
-    __slots__ = ("defaults",)
+def flag(name: str) -> str:
+    """batch_size -> --batch-size"""
+    return "--" + name.replace("_", "-")
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter,
@@ -230,10 +226,9 @@ def add_pool_flag(group):
                        help="what stands for an image: [CLS], or the mean of the patch tokens")
 
 
-def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None) -> Flags:
+def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """Parses the flags of a stage that trains. Refuses a warm-up that is as long as the run."""
-    args = parser.parse_args(argv, Flags())
-    args.defaults = {name: parser.get_default(name) for name in vars(args)}
+    args = parser.parse_args(argv)
     unit = "epochs" if hasattr(args, "epochs") else "iterations"
     length = getattr(args, unit)
     warmup = getattr(args, f"warmup_{unit}")
@@ -244,25 +239,29 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None) -> Flags:
 
 # ------------------------------------------------------------------------------ process
 
+def describe_data(image_count: int, classes: list[str]) -> dict:
+    """What `Process.agree` compares of data sets"""
+    names = {f"class {i}": name for i, name in enumerate(classes)}
+    return names | {"the number of images": image_count, "the number of classes": len(classes)}
+
+
 class Process:
     """This process: its rank among all processes, its device and its precision."""
 
     def __init__(self, args: argparse.Namespace):
-        self.rank = int(os.environ.get("RANK", 0))
+        self.rank = get_rank()
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         cuda = torch.cuda.is_available()
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-        if cuda and local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"process {local_rank} of this machine sees {torch.cuda.device_count()} GPUs: start"
-                " one process for each, and let it see all of them (Slurm: --gpus-per-node)")
         if cuda:
             torch.cuda.set_device(self.device)
         if self.world > 1 and not dist.is_initialized():
             place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
             note(f"{self.world} processes meet at {place}")
-            dist.init_process_group("nccl" if cuda else "gloo")
+            # long enough for rank 0 to save 30 GB to a slow disk while the others wait
+            dist.init_process_group("nccl" if cuda else "gloo",
+                                    timeout=datetime.timedelta(hours=2))
 
         amp = args.amp if cuda or args.amp != "fp16" else "off"
         self.amp = {"fp16": torch.float16, "bf16": torch.bfloat16, "off": None}[amp]
@@ -277,22 +276,28 @@ class Process:
     def autocast(self):
         return torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None)
 
-    def from_first(self, decide):
-        """Calls decide() in the first process alone, and returns its result, or raises its
-        UserError, in all of them.
+    def agree(self, args: argparse.Namespace, facts: dict, act=lambda: None):
+        """Before any work: compares flags and facts of all processes, and calls act() on rank 0.
+        Raises UserError in all of them if two differ, or if act() raises one.
         """
-        answer = [None, None]
+        facts = facts | {flag(name): value for name, value in vars(args).items()
+                         if name not in ("data", "out", "workers")}      # machines may have others
+        error = None
         if self.rank == 0:
             try:
-                answer = [decide(), None]
-            except UserError as error:
-                answer = [None, str(error)]
+                act()
+            except UserError as raised:
+                error = str(raised)
+        answers = [(facts, error)]
         if self.world > 1:
-            dist.broadcast_object_list(answer, device=self.device)
-        result, error = answer
+            answers = [None] * self.world
+            dist.all_gather_object(answers, (facts, error))
+        (first, error), *others = answers
+        for rank, (other, _) in enumerate(others, start=1):
+            if changed := differences(first, other):
+                error = error or f"rank {rank} does not run what rank 0 runs: {changed}"
         if error:
             raise UserError(error)
-        return result
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all processes, in place."""
@@ -332,59 +337,3 @@ def generator(stream: str, *key: int) -> np.random.Generator:
 def seed_torch(stream: str, *key: int):
     """Seeds PyTorch's generators of all devices for this purpose, a name in STREAMS, and key."""
     torch.manual_seed(int(generator(stream, *key).integers(2 ** 63)))
-
-
-# ------------------------------------------------------------------------- optimization
-
-def learning_rate(step: int, steps: int, warmup: int, lr: float, min_lr: float,
-                  decay: str = "cosine") -> float:
-    """The rate of a step: it rises linearly to `lr` at the end of the warm-up, and then falls to
-    `min_lr`, along a "cosine" to the last step, or "linear" to the step after it. The linear one is
-    mmcv's, which falls from the first step on, also while the warm-up raises it.
-    """
-    if decay == "linear":
-        return (lr + (min_lr - lr) * step / steps) * min(1, (step + 1) / max(warmup, 1))
-    if step < warmup:
-        return lr * (step + 1) / warmup
-    progress = (step + 1 - warmup) / (steps - warmup)      # 0 to 1
-    return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def adamw(model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float],
-          lr_scale=lambda name: 1.0) -> torch.optim.AdamW:
-    """AdamW over the parameters that are not frozen, each at lr_scale(name) times the rate.
-    `decays`, from model.py, says which have weight decay.
-    """
-    groups = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            key = decays(name, parameter), lr_scale(name)
-            groups.setdefault(key, []).append(parameter)
-    groups = [dict(params=parameters, weight_decay=weight_decay * decayed, lr_scale=scale)
-              for (decayed, scale), parameters in groups.items()]
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
-
-
-def set_rate(optimizer: torch.optim.Optimizer, lr: float):
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
-
-
-def optimizer_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
-                   clip_grad: float) -> dict[str, Tensor]:
-    """Clips the gradients, updates the parameters and clears the gradients -> metrics.
-
-    Where a gradient is not finite, the scaler tells fused AdamW to skip the update; that and the
-    metrics stay on the device, so the host does not wait for it.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]
-                  if p.grad is not None]
-    scaler.unscale_(optimizer)
-    norm = nn.utils.get_total_norm([p.grad for p in parameters])
-    if clip_grad:
-        nn.utils.clip_grads_with_norm_(parameters, clip_grad, norm)
-    scaler.step(optimizer)
-    scaler.update()
-    # DDP's gradients are views of its buckets, and None would separate them
-    optimizer.zero_grad(set_to_none=not dist.is_initialized())
-    return {"grad_norm": norm, "skipped": (~norm.isfinite()).float()}

@@ -9,7 +9,6 @@ import argparse
 import atexit
 import contextlib
 import functools
-import io
 import math
 import mimetypes
 import multiprocessing
@@ -40,51 +39,29 @@ DOWNLOADED = {"cifar10": "CIFAR10", "food101": "Food101"}      # torchvision's n
 
 # ------------------------------------------------------------------------------- images
 
-def find_jpeg_decoder():
-    """A function that decodes a JPEG, bytes uint8 [L], as RGB and upright, uint8 [3, H, W]:
-    torchvision's, or TorchCodec's, because torchvision will drop its own. None if there is none.
-    """
-    def torchvisions(encoded: Tensor) -> Tensor:
-        return torchvision.io.decode_jpeg(encoded, torchvision.io.ImageReadMode.RGB,
-                                          apply_exif_orientation=True)
-
-    def torchcodecs(encoded: Tensor) -> Tensor:
-        from torchcodec.decoders import decode_jpeg
-        return decode_jpeg(encoded, mode="RGB")
-
-    smallest = io.BytesIO()
-    Image.new("RGB", (1, 1)).save(smallest, "JPEG")
-    smallest = torch.frombuffer(bytearray(smallest.getvalue()), dtype=torch.uint8)
-    for decode in (torchvisions, torchcodecs):
-        # what is not installed, has no such function, or lacks a library of its own
-        with contextlib.suppress(AttributeError, ImportError, OSError, RuntimeError):
-            decode(smallest)
-            return decode
-    return None
-
-
-decode_jpeg = find_jpeg_decoder()
-
-
 def read_image(path: str | os.PathLike) -> Tensor:
-    """Reads an image file as RGB, uint8 [3, H, W], upright. Raises UserError."""
-    # torchvision gives Pillow's pixels in less time. What it cannot read, Pillow reads, or raises
-    # the error that names the file.
-    with contextlib.suppress(OSError, RuntimeError):
-        encoded = np.fromfile(path, np.uint8)
-        if decode_jpeg and encoded[:2].tolist() == [0xFF, 0xD8]:      # as all JPEGs begin
-            return decode_jpeg(torch.from_numpy(encoded))
+    """Reads an image file as RGB, uint8 [3, H, W], upright by its EXIF orientation. Raises
+    UserError.
+    """
     try:
+        encoded = np.fromfile(path, np.uint8)
+        if encoded[:2].tolist() == [0xFF, 0xD8]:      # as all JPEGs begin
+            with contextlib.suppress(AttributeError, RuntimeError):
+                # Pillow's pixels in less time, where this torchvision decodes and the file is whole
+                return torchvision.io.decode_jpeg(
+                    torch.from_numpy(encoded), torchvision.io.ImageReadMode.RGB,
+                    apply_exif_orientation=True)
         with Image.open(path) as picture:
             if picture.mode[0] in "IF":      # 16 or 32 bits, which Pillow would turn white
                 raise ValueError(f"mode {picture.mode}, expected 8 bits a channel")
-            upright = picture
-            with contextlib.suppress(Exception):      # a broken tag, beside pixels that are not
-                upright = ImageOps.exif_transpose(picture)
-            return TF.pil_to_tensor(upright.convert("RGB"))
+            rgb = TF.pil_to_tensor(ImageOps.exif_transpose(picture).convert("RGB"))
     except Exception as error:      # Pillow raises many kinds for broken files
         raise UserError(f"cannot read the image {path} ({type(error).__name__}: {error})"
                         ) from error
+    if picture.format == "JPEG":
+        print_once("Pillow reads some JPEGs, which takes longer, because torchvision does not "
+                   "decode them")
+    return rgb
 
 
 def first_readable(dataset: Dataset, index: int) -> tuple[int, Tensor, int]:
@@ -109,29 +86,28 @@ def print_once(line: str):
     print(line, file=sys.stderr, flush=True)
 
 
-def walk(folder: str):
-    """As os.walk, sorted, without hidden files and folders, and through links, but for those into a
-    folder above them, which would never end. Yields nothing if there is no such folder, and raises
-    UserError if it or one in it cannot be listed.
+def walk(folder: str, parents: frozenset[str] = frozenset()):
+    """Like os.walk, sorted, without hidden files and folders. Follows symlinks, except to a parent
+    folder, which would never end. Yields nothing if there is no such folder. Raises UserError if a
+    folder cannot be listed.
     """
-    def refuse(error: OSError):
-        if isinstance(error, FileNotFoundError) and error.filename == folder:
-            return
-        raise UserError(f"cannot list the folder {error.filename}: {error.strerror}") from error
-
-    def leads_up(here: str, name: str) -> bool:
-        path = os.path.join(here, name)
-        if not os.path.islink(path):
-            return False
-        target = os.path.realpath(path)
-        return any(Path(os.path.realpath(above)).is_relative_to(target)
-                   for above in (here, *Path(here).parents))
-
-    for here, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
-        # the two names are of previews, by macOS and by a disk station
-        folders[:] = sorted(name for name in folders if name[0] != "."
-                            and name not in ("__MACOSX", "@eaDir") and not leads_up(here, name))
-        yield here, folders, sorted(name for name in names if name[0] != ".")
+    here = os.path.realpath(folder)
+    parents = parents or frozenset(map(str, Path(here).parents))
+    if here in parents:
+        return
+    try:
+        with os.scandir(folder) as entries:
+            entries = sorted((entry for entry in entries
+                              if entry.name[0] != "." and entry.name != "__MACOSX"),
+                             key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"cannot list the folder {folder}: {error.strerror}") from error
+    folders = [entry.name for entry in entries if entry.is_dir()]
+    yield folder, folders, [entry.name for entry in entries if not entry.is_dir()]
+    for name in folders:
+        yield from walk(os.path.join(folder, name), parents | {here})
 
 
 def list_images(folder: str) -> list[str]:
@@ -154,8 +130,8 @@ def list_images(folder: str) -> list[str]:
 class Photos(Dataset):
     """Image files: one, or all in a folder and in the folders inside it.
 
-    Their label is 0, or with `classes`, which are folders in `root`, their place in that list.
-    Raises UserError with the text `missing` where there is no image.
+    The label is the index of the image's folder in `classes`, or 0 without classes. Raises
+    UserError with the text `missing` if there is no image.
     """
 
     def __init__(self, root: str, missing: str, classes: list[str] | None = None):
@@ -167,11 +143,8 @@ class Photos(Dataset):
             found = [list_images(os.path.join(root, name)) for name in classes]
         if not any(found):
             raise UserError(missing)
-        if decode_jpeg is None:
-            note("JPEGs are read by Pillow, which takes longer: this torchvision decodes none, and "
-                 "TorchCodec is not installed")
-        # Loaders that are forked share arrays. Of lists, each would soon have its own copy, because
-        # to read a Python object is to count a reference in it.
+        # Forked workers share arrays. They would copy lists, because reading a Python object
+        # counts a reference in it.
         self.paths = np.array([os.fsencode(path) for paths in found for path in paths], dtype="S")
         self.labels = np.repeat(np.arange(len(found)), [len(paths) for paths in found])
 
@@ -202,16 +175,14 @@ class Folder(Photos):
         train, folder = os.path.join(root, "train"), os.path.join(root, split)
         nothing = root, [], []
         _, self.classes, _ = next(walk(train), nothing)
-        _, classes, names = next(walk(folder), nothing)
+        _, classes, _ = next(walk(folder), nothing)
         if others := set(classes) - set(self.classes):
             raise UserError(f"--data {root}: the class {folder}/{min(others)} is not in {train}")
-        missing = f"--data {root}: no image in {folder}/CLASS/"
-        for kind, ending in (("images that are in no class folder", IMG_EXTENSIONS),
-                             (".tar files, which are to be unpacked into class folders", ".tar")):
-            if any(name.lower().endswith(ending) for name in names):
-                missing += f", but {kind}"
-        missing += '; see "Your own images" in README.md'
-        super().__init__(folder, missing, self.classes)
+        super().__init__(folder, f"--data {root}: no image in {folder}/CLASS/; see \"Your own "
+                         "images\" in RUNNING.md", self.classes)
+        empty = set(range(len(self.classes))) - set(self.labels.tolist())
+        if split == "train" and empty:
+            raise UserError(f"--data {root}: no image in {train}/{self.classes[min(empty)]}")
         if len(self.classes) == 1:
             raise UserError(f"--data {root}: {train} has one folder, {self.classes[0]}, and so one "
                             "class; are the classes inside it?")
@@ -222,8 +193,6 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
 
     Without `labels`, any folder of images will do.
     """
-    if data in (*DRAWN, *DOWNLOADED) and os.path.isdir(data):
-        note(f"--data {data} is the set of that name; --data ./{data} is the folder")
     if data in DRAWN:
         return Shapes(split, image_size, noise=data == "shapes-noise")
     if data in DOWNLOADED:
@@ -383,13 +352,6 @@ def plan_steps(args: argparse.Namespace, world: int, image_count: int) -> tuple[
     # the largest divisor of the share that is not above MICRO_BATCH
     micro_batch = args.micro_batch or max(
         n for n in range(1, min(share, MICRO_BATCH) + 1) if share % n == 0)
-    least = MICRO_BATCH // 4
-    if not args.micro_batch and micro_batch < min(share, least):
-        near = args.batch_size // (least * world) * least * world
-        raise UserError(
-            f"--batch-size {args.batch_size}: the {share} images of each process divide into no "
-            f"more than {micro_batch} at a time, which is slow; {near} and {near + least * world} "
-            f"divide well, or say --micro-batch {micro_batch}")
     if share % micro_batch:
         raise UserError(f"--micro-batch {micro_batch} does not divide {share}, each process's "
                         f"share of --batch-size {args.batch_size}")

@@ -30,17 +30,18 @@ from model import DECODER, IMAGENET_MEAN, IMAGENET_STD, Attention, Explore, ViT,
 
 # -------------------------------------------------------------------------- from a file
 
-# In another repository's file, this tensor shows where the encoder is: what stands before its name
-# stands before all of the encoder's names, such as `module.` after DDP, `_orig_mod.` after
+# This tensor shows where the encoder is in another repository's state dict: what stands before its
+# name stands before all of the encoder's names, such as `module.` after DDP, `_orig_mod.` after
 # torch.compile, or `backbone.`.
 PATCH_EMBED = "patch_embed.proj.weight"
-# Where trainers keep state dicts. If a file has several, the first of these is what its own library
-# would load: DINO and iBOT, I-JEPA, timm and DeiT train one model and use another, its average.
-STATE_DICTS = ("teacher", "target_encoder", "state_dict_ema", "model_ema", "model", "state_dict",
-               "encoder", "student")
+# Where trainers keep state dicts. The first that is there is loaded, as its own library loads it:
+# DINO, iBOT, I-JEPA and timm train one model and evaluate its average; DeiT evaluates `model`, and
+# not `model_ema`; DeepSpeed writes `module`.
+STATE_DICTS = ("teacher", "target_encoder", "state_dict_ema", "model", "model_ema", "state_dict",
+               "module", "encoder", "student")
 # Beginnings of the names of tensors that other repositories save beside the encoder's.
 NOT_ENCODER = re.compile(
-    r"\w*head|decoder|mask_token|fc_norm|pre_logits|predictor|projector")
+    r"\w*head|decoder|mask_token|fc_norm|fc\.|pre_logits|predictor|projector")
 
 
 def harmless() -> list:
@@ -59,34 +60,54 @@ def harmless() -> list:
     return [argparse.Namespace, np.ndarray, np.dtype, *numbers, *functions, *paths]
 
 
-def read_file(path: str | Path) -> dict:
-    """The content of a file of PyTorch or safetensors. Raises UserError. No code in it runs."""
+@contextlib.contextmanager
+def reading(path: str | Path):
+    """Turns whatever is wrong with a file into a UserError that names it."""
     try:
-        if Path(path).suffix == ".safetensors":
-            from safetensors.torch import load_file  # timm and open_clip need it, too
-            return load_file(path)
-        if is_torchscript(path):
-            raise ValueError("a TorchScript archive; if it is OpenAI's CLIP, name its model, as in "
-                             f"ViT-B-16-quickgelu/{path}")
-        with torch.serialization.safe_globals(harmless()):
-            return torch.load(path, map_location="cpu", weights_only=True)
+        yield
     except IsADirectoryError as error:
         raise UserError(f"{path} is a folder; give a file in it, such as {path}/last.pt") from error
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or one_line(error)}") from error
     except Exception as error:      # another format, a file cut short, code: each has its own
-        raise UserError(f"{path}: cannot be read: {wrong_start(path) or one_line(error)}"
-                        ) from error
+        raise UserError(f"{path}: {one_line(error)}") from error
 
 
-def wrong_start(path: str | Path) -> str | None:
-    """How a file begins, if no file of PyTorch or safetensors does: as a web page, or as what Git
-    LFS leaves in a file's place.
+def load_checkpoint(path: str | Path, heads: int | None = None) -> dict:
+    """Reads a checkpoint file. Raises UserError.
+
+    The result has "model", a state dict in which the names of the encoder's tensors begin with
+    "encoder."; "encoder", the arguments of `ViT`; "args", the flags of the run; "path"; and
+    whatever else a file of ours holds. Other files are converted to this form; `heads` is their
+    number of attention heads, where they do not say it.
     """
+    with reading(path):
+        file = read_file(path)
+        if not {"model", "encoder", "args"} <= file.keys():
+            file = convert(file, path, heads)
+        if not isinstance(file["encoder"], dict):
+            raise ValueError(f"it holds a probe's head alone; its encoder is {file['encoder']}")
+    return file | {"path": str(path)}
+
+
+def read_file(path: str | Path) -> dict:
+    """The content of a file of PyTorch or safetensors. No code in it runs."""
     with open(path, "rb") as file:
         start = file.read(40)
-    known = start[:2] in (b"PK", b"\x80\x02") or start[8:9] == b"{"
-    return None if known else f"it begins with {start!r}"
+    if start[:2] not in (b"PK", b"\x80\x02") and start[8:9] != b"{":
+        # a web page, or what Git LFS leaves in a file's place
+        raise ValueError(f"no file of PyTorch or safetensors: it begins with {start!r}")
+    if Path(path).suffix == ".safetensors":
+        from safetensors.torch import load_file  # timm and open_clip need it, too
+        return load_file(path)
+    if is_torchscript(path):
+        raise ValueError("a TorchScript archive; if it is OpenAI's CLIP, name its model, as in "
+                         f"ViT-B-16-quickgelu/{path}")
+    with torch.serialization.safe_globals(harmless()):
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(content, dict):
+        raise ValueError(f"neither an ExPLoRe checkpoint nor a ViT: a {type(content).__name__}")
+    return content
 
 
 def is_torchscript(path: str | Path) -> bool:
@@ -97,57 +118,64 @@ def is_torchscript(path: str | Path) -> bool:
         return any(name.endswith("/constants.pkl") for name in archive.namelist())
 
 
-def load_checkpoint(path: str | Path) -> dict:
-    """Reads a checkpoint file. Raises UserError.
+def convert(file: dict, path: str | Path, heads: int | None) -> dict:
+    """Converts another repository's file to the form of our checkpoints. Raises ValueError.
 
-    The result has "model", a state dict in which the names of the encoder's tensors begin with
-    "encoder."; "encoder", the arguments of `ViT`; "args", the flags of the run; "path"; and
-    whatever else a file of ours holds. Other files are converted to this form.
+    Heads and decoders are dropped. Other tensors that our encoder has no place for, such as
+    register tokens, are kept, so that `load_encoder` refuses the file: without them, the
+    features would be wrong, and nothing would say so.
     """
-    file = read_file(path)
-    try:
-        if not {"model", "encoder", "args"} <= file.keys():
-            file = convert(*find_encoder(file, path))
-            compare_normalization(path)
-    except Exception as error:      # whatever the file holds instead
-        raise UserError(f"{path}: neither an ExPLoRe checkpoint nor a ViT with timm's names "
-                        f"({one_line(error)})") from error
-    if not isinstance(file["encoder"], dict):
-        raise UserError(f"{path} holds a probe's head alone; its encoder is {file['encoder']}")
-    return file | {"path": str(path)}
+    state = {name: x for name, x in find_encoder(file, path).items() if not NOT_ENCODER.match(name)}
+    for name in ("cls_token", "pos_embed"):
+        if name not in state:
+            raise ValueError(no_such_tensor(name, state))
+    grid = math.isqrt(state["pos_embed"].shape[1] - 1)
+    dim, _, patch_size, _ = state[PATCH_EMBED].shape
+    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+    # the release's routers are part of the MLP, ours are modules
+    phis = {int(found[1]): x for name, x in state.items()
+            if (found := re.fullmatch(r"blocks\.(\d+)\.mlp\.(?:router\.)?phi", name))}
+    moe_blocks = sorted(phis)
+    experts = phis[moe_blocks[0]].numel() // dim if moe_blocks else 0
+    for i in range(depth):
+        convert_block(state, f"blocks.{i}.", dim, experts)
+    config = dict(image_size=grid * patch_size, patch_size=patch_size, dim=dim, depth=depth,
+                  heads=heads or find_heads(file, path, dim), experts=experts,
+                  moe_blocks=moe_blocks)
+    compare_normalization(path)
+    model = {f"encoder.{name}": x for name, x in state.items()}
+    return {"model": model, "encoder": config, "args": {}}
 
 
-def compare_normalization(path: str | Path):
-    """Prints a line if the config.json beside a file of timm's says that it is not ImageNet's."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):      # there is none
-        mean = json.loads(Path(path).with_name("config.json").read_text())["pretrained_cfg"]["mean"]
-        if tuple(mean) != IMAGENET_MEAN:
-            note(f"{path}: its config.json has the mean {tuple(mean)}, and it gets ImageNet's; as "
-                 f"a frozen encoder, timm/local-dir:{Path(path).parent} has its own")
-
-
-def find_encoder(file: dict, path: str | Path) -> tuple[str, dict[str, Tensor]]:
-    """A ViT in another repository's file -> (prefix, state dict without it, in the names of timm or
-    of the authors' release). If there are several, a line says which it is. Raises ValueError.
+def find_encoder(file: dict, path: str | Path) -> dict[str, Tensor]:
+    """The state dict of the ViT in another repository's file, in the names of timm or of the
+    authors' release, without a prefix. Prints its place if the file has several encoders. Raises
+    ValueError.
     """
-    states = {name: file[name] for name in STATE_DICTS if isinstance(file.get(name), dict)}
-    states = states or {"": file}
-    found = [(key, name.removesuffix(PATCH_EMBED)) for key, state in states.items()
-             for name in state if f".{name}".endswith(f".{PATCH_EMBED}")]
+    order = [key for key in STATE_DICTS if key in file] + list(file)
+    states = {key: file[key] for key in order if isinstance(file[key], dict)} | {"": file}
+    found = []      # the place of each encoder: (key of its state dict, prefix)
+    for key, state in states.items():
+        prefixes = [name.removesuffix(PATCH_EMBED) for name in state
+                    if f".{name}".endswith(f".{PATCH_EMBED}")]
+        found += [(key, prefix) for prefix in sorted(prefixes, key=preference)]
     if not found:
-        raise ValueError(no_such_tensor(PATCH_EMBED, [*states.values()][0]))
-    key, _ = found[0]
-    prefix = min((prefix for other, prefix in found if other == key), key=preference)
+        raise ValueError("neither an ExPLoRe checkpoint nor a ViT with timm's names: "
+                         + no_such_tensor(PATCH_EMBED, states[[*states][0]]))
     if len(found) > 1:
-        names = {each: " ".join(filter(None, each)) for each in found}
-        note(f"{path}: takes {names[key, prefix]} of its encoders {', '.join(names.values())}")
-    return prefix, {name.removeprefix(prefix): x for name, x in states[key].items()
-                    if name.startswith(prefix) and isinstance(x, Tensor)}
+        names = [" ".join(filter(None, place)) for place in found]
+        note(f"{path}: takes {names[0]} of its encoders {', '.join(names)}")
+    key, prefix = found[0]
+    state = {name.removeprefix(prefix).replace("_orig_mod.", ""): x
+             for name, x in states[key].items()
+             if name.startswith(prefix) and isinstance(x, Tensor)}
+    # DINOv2 may cut its blocks into chunks, whose number comes first
+    return {re.sub(r"^blocks\.\d+\.(?=\d)", "blocks.", name): x for name, x in state.items()}
 
 
 def preference(prefix: str) -> int:
-    """Of several encoders in one state dict, that with the smallest counts: the student of the
-    authors' release, which stands beside its teacher, or DINOv2's teacher, beside its student.
+    """Rank of a prefix in a state dict of several encoders; the lowest is loaded: the student of
+    the authors' release, which stands beside its teacher, or DINOv2's teacher.
     """
     words = prefix.replace("module.", "").replace("_orig_mod.", "").split(".")[:-1]
     return 0 if words == ["student"] else 1 if words[:1] == ["teacher"] else 2
@@ -158,38 +186,46 @@ def no_such_tensor(name: str, state: dict) -> str:
     return f"no tensor {name!r} among {len(names)}" + (f", such as {names[0]!r}" if names else "")
 
 
-def convert(prefix: str, state: dict[str, Tensor]) -> dict:
-    """Converts other people's ViT weights to the form of our checkpoints. Raises ValueError.
-
-    Heads and decoders are dropped. Other tensors that our encoder has no place for, such as
-    register tokens, are kept, so that `load_encoder` refuses the file: without them, the
-    features would be wrong, and nothing would say so.
+def find_heads(file: dict, path: str | Path, dim: int) -> int:
+    """The number of attention heads. Weights have the same shapes for any number, so it comes from
+    the release's configuration or from a name of timm's that the file or the config.json beside it
+    has; else it is assumed, and a line says so.
     """
-    # DINOv2 may cut its blocks into chunks, whose number comes first
-    state = {re.sub(r"^blocks\.\d+\.(?=\d)", "blocks.", name): x for name, x in state.items()
-             if not NOT_ENCODER.match(name)}
-    for name in ("cls_token", "pos_embed"):
-        if name not in state:
-            raise ValueError(no_such_tensor(name, state))
-    grid = math.isqrt(state["pos_embed"].shape[1] - 1)
-    dim, _, patch_size, _ = state[PATCH_EMBED].shape
+    with contextlib.suppress(KeyError, TypeError):
+        return file["config"]["model"]["student"]["num_heads"]
+    if dim == 384 and file.get("arch") == "vit_small":
+        return 12      # MoCo v3's trainers write this; DINO's vit_small has 6, and no "arch"
+    args = file.get("args") or {}
+    args = args if isinstance(args, dict) else vars(args)
+    names = [file.get("arch"), args.get("model"), args.get("arch"),
+             read_config(path).get("architecture")]
+    for name in filter(None, names):
+        import timm
+        if timm.is_model(str(name)):
+            with torch.device("meta"):
+                return timm.create_model(str(name)).blocks[0].attn.num_heads
     if dim % 64:
-        raise ValueError(f"nothing says how many attention heads a width of {dim} has")
-    heads = 16 if dim == 1280 else dim // 64      # ViT-H; weights have the same shapes for any
-    if dim == 384 and ("base_encoder." in prefix or "momentum_encoder." in prefix):
-        heads = 12      # MoCo v3's ViT-S
-    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-    # the release's routers are part of the MLP, ours are modules
-    phis = {int(found[1]): x for name, x in state.items()
-            if (found := re.fullmatch(r"blocks\.(\d+)\.mlp\.(?:router\.)?phi", name))}
-    moe_blocks = sorted(phis)
-    experts = phis[moe_blocks[0]].numel() // dim if moe_blocks else 0
-    for i in range(depth):
-        convert_block(state, f"blocks.{i}.", dim, experts)
-    config = dict(image_size=grid * patch_size, patch_size=patch_size, dim=dim, depth=depth,
-                  heads=heads, experts=experts, moe_blocks=moe_blocks)
-    model = {f"encoder.{name}": x for name, x in state.items()}
-    return {"model": model, "encoder": config, "args": {}}
+        raise ValueError(f"nothing says how many attention heads a width of {dim} has; "
+                         "load_checkpoint(path, heads=...) does")
+    heads = 16 if dim == 1280 else dim // 64      # ViT-H has 80 channels a head
+    note(f"{path} does not say how many attention heads it has, and gets {heads}; RUNNING.md says "
+         "how to load it with another number")
+    return heads
+
+
+def read_config(path: str | Path) -> dict:
+    """The config.json of timm beside a file, or {}"""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(Path(path).with_name("config.json").read_text())
+    return {}
+
+
+def compare_normalization(path: str | Path):
+    """Prints a line if the config.json beside a file of timm's has another mean than ImageNet's."""
+    mean = tuple(read_config(path).get("pretrained_cfg", {}).get("mean", IMAGENET_MEAN))
+    if mean != IMAGENET_MEAN:
+        note(f"{path}: its config.json has the mean {mean}, and it gets ImageNet's; as a frozen "
+             f"encoder, timm/local-dir:{Path(path).parent} has its own")
 
 
 def convert_block(state: dict[str, Tensor], at: str, dim: int, experts: int):
@@ -222,14 +258,12 @@ def load_encoder(source: str | Path | dict, grid: int | None = None,
     config = dict(checkpoint["encoder"])
     state = {name.removeprefix("encoder."): x for name, x in checkpoint["model"].items()
              if name.startswith("encoder.")}
-    try:
+    with reading(checkpoint["path"]):
         if grid is not None and "pos_embed" in state:
             config["image_size"] = grid * config["patch_size"]
             state["pos_embed"] = resize_pos_embed(state["pos_embed"], grid)
         encoder = ViT(**config, drop_path=drop_path)
         encoder.load_state_dict(state)
-    except RuntimeError as error:
-        raise UserError(f"{checkpoint['path']}: {one_line(error)}") from error
     return encoder
 
 
@@ -241,12 +275,10 @@ def load_student(source: str | Path | dict, decoder: dict = DECODER) -> Explore:
     if checkpoint["args"].get("stage") != "pretrain":
         raise UserError(f"{checkpoint['path']}: no student of pretrain.py")
     state = checkpoint["model"]
-    try:
+    with reading(checkpoint["path"]):
         student = Explore(ViT(**checkpoint["encoder"]), len(state["head.bias"]), decoder=decoder,
                           dense="mask_token" in state, pixels="decoder.mask_token" in state)
         student.load_state_dict(state)
-    except (KeyError, RuntimeError) as error:
-        raise UserError(f"{checkpoint['path']}: {one_line(error)}") from error
     return student
 
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 4 finetune.py runs/pretrain/epoch_0300.pt
     python finetune.py --model vit_nano --data shapes --image-size 48 --patch-size 6 \\
-        --augment plain --layer-decay 1 --batch-size 64 --lr 2e-3 --epochs 4 --warmup-epochs 1 \\
+        --augment plain --batch-size 64 --lr 2e-3 --epochs 4 --warmup-epochs 1 \\
         --out runs/teacher
 
 The first finetunes an encoder with experts by all three of --recipe. The second trains a
@@ -28,7 +28,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
                            weight_decay=0.05, clip_grad=0.0)
     common.add_length_flags(parser, "epochs", length=100, warmup=5, save_every=10)
     supervised.add_augment_flag(parser)
-    supervised.add_transfer_flags(parser, layer_decay=0.65)
+    supervised.add_transfer_flags(parser, layer_decay=None)
 
     group = parser.add_argument_group("model")
     group.add_argument(
@@ -84,12 +84,13 @@ def main(args) -> dict[str, float]:
     # a thousandth of the usual size, as in the release
     head = LinearHead(encoder.dim, len(dataset.classes), args.pool, std=0.001 * 0.02)
     classifier = Classifier(encoder, head).to(process.device)
+    layer_decay = args.layer_decay or (0.65 if checkpoint else 1.0)
     if args.compile:
         encoder.compile_blocks()
     return supervised.fit_classifier(
         args, process, classifier, dataset, val, image_size, erase=True,
         model_name=args.checkpoint or f"{args.model} from scratch", encoder_config=encoder.config,
-        lr_scale=supervised.layerwise_lr(len(encoder.blocks), args.layer_decay))
+        lr_scale=supervised.layerwise_lr(len(encoder.blocks), layer_decay))
 
 
 if __name__ == "__main__":

@@ -103,6 +103,7 @@ def main(args) -> list[float]:
     for name in args.encoders:
         encoder = build_frozen(name).to(process.device)
         train, val = (views(split, encoder.image_size) for split in ("train", "val"))
+        process.agree(args, common.describe_data(len(train) + len(val), train.dataset.classes))
         if args.k > len(train):
             raise UserError(f"-k {args.k}: {args.data} has only {len(train)} training images")
         if args.compile:

@@ -193,7 +193,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     if dense:      # masked patches have the token loss
         patch_targets, selected = targets[:, 1:], masked
     else:          # visible patches have it, and the student sees no others
-        ids = pred.ids_keep[..., None].expand(-1, -1, targets.shape[2])
+        ids = pred.ids_keep[..., None].expand(len(targets), -1, targets.shape[2])
         patch_targets = targets[:, 1:].gather(1, ids)
         selected = torch.ones_like(patch_targets[..., 0])
 

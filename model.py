@@ -270,7 +270,8 @@ class ViT(nn.Module):
         patches = patchify(images, self.patch_size)                              # [B, N, P]
         positions = self.pos_embed[:, 1:]
         if ids_keep is not None:      # nothing is ever computed of the other patches
-            patches = patches.gather(1, ids_keep[..., None].expand(-1, -1, patches.shape[2]))
+            index = ids_keep[..., None].expand(images.shape[0], -1, patches.shape[2])
+            patches = patches.gather(1, index)
             # not by indexing, whose backward pass adds in an order that changes from run to run
             positions = F.embedding(ids_keep, positions[0])                      # [B, V, D]
         proj = self.patch_embed.proj      # a convolution without overlap is a linear layer

@@ -14,6 +14,7 @@ import torch
 
 import common
 import data
+import optim
 from balance import GradNorm, ObjectiveWeights, RandomLossWeighting
 from common import fraction, non_negative, non_negative_int, positive_int
 from encoders import build_frozen
@@ -113,7 +114,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def find_contradiction(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
     """What would train something else than the flags say, or None."""
     def given(*names: str) -> list[str]:
-        return ["--" + name.replace("_", "-") for name in names
+        return [common.flag(name) for name in names
                 if getattr(args, name) != parser.get_default(name)]
 
     objectives = OBJECTIVES[args.objective]
@@ -182,7 +183,7 @@ def main(args):
     teacher.to(process.device, process.amp)                 # amp: a dtype, or None for float32
     common.seed_torch("weights", args.seed)
     student = build_student(args, teacher.dim).to(process.device)
-    optimizer = common.adamw(student, args.lr, args.weight_decay, betas=(0.9, 0.95))
+    optimizer = optim.adamw(student, args.lr, args.weight_decay, betas=(0.9, 0.95))
     balance = build_balance(args, student, process)                             # w of Eq. 8
 
     objectives = OBJECTIVES[args.objective]
@@ -194,8 +195,9 @@ def main(args):
 
     model_name = f"{args.model} with {args.experts} experts, taught by {args.teacher}"
     run = Run(args, process, model_name, image_count=len(dataset), steps=steps,
-              epoch_steps=epoch_steps, encoder_config=student.encoder.config, keeps=True,
-              shown=objectives, model=student, optimizer=optimizer, balance=balance)
+              epoch_steps=epoch_steps, micro_steps=micro_steps, keeps=True, shown=objectives,
+              encoder_config=student.encoder.config, model=student, optimizer=optimizer,
+              balance=balance)
     first = run.resume()                # 0, which saves epoch_0000.pt, or last.pt's step
     if args.compile:
         student.encoder.compile_blocks()
@@ -207,9 +209,9 @@ def main(args):
 
     with run.listening():                                       # to Ctrl-C, and to Slurm
         for step in run.steps(first):                           # a progress bar
-            lr = common.learning_rate(step, steps, args.warmup_epochs * epoch_steps, args.lr,
-                                      args.min_lr)
-            common.set_rate(optimizer, lr)
+            lr = optim.learning_rate(step, steps, args.warmup_epochs * epoch_steps, args.lr,
+                                     args.min_lr)
+            optim.set_rate(optimizer, lr)
             common.seed_torch("step", args.seed, step, process.rank)    # drop path: resumes exactly
             w = balance(step)                                           # [K]
 
@@ -228,7 +230,7 @@ def main(args):
                     process.scaler.scale(loss / micro_steps).backward()
                 run.log(metrics, loss=loss)
 
-            run.log(common.optimizer_step(optimizer, process.scaler, args.clip_grad),
+            run.log(optim.optimizer_step(optimizer, process.scaler, args.clip_grad),
                     objective_weights=w)
             balance.update()
             if run.end_step(step, lr):                          # logs, saves; True after a signal

@@ -8,6 +8,7 @@
 
 import argparse
 import itertools
+import math
 import os
 from pathlib import Path
 
@@ -67,10 +68,11 @@ class Scenes(data.Photos):
         super().__init__(folder, f"--data {root}: no image in {folder}; expected ADE20K's layout, "
                          f"images/{split}/*.jpg and annotations/{split}/*.png")
         names = (os.path.relpath(self.path(i), folder) for i in range(len(self)))
-        self.annotations = [Path(root, "annotations", split, name).with_suffix(".png")
-                            for name in names]
+        annotations = os.path.join(root, "annotations", split)
+        self.annotations = [Path(annotations, name).with_suffix(".png") for name in names]
         self.zero_is_class = zero_is_class
-        if missing := [file for file in self.annotations if not file.is_file()]:
+        there = {Path(here, name) for here, _, names in data.walk(annotations) for name in names}
+        if missing := [file for file in self.annotations if file not in there]:
             raise UserError(f"--data {root}: no annotation {missing[0]}, and {len(missing)} of "
                             f"{len(self)} images of {split} have none")
 
@@ -82,8 +84,12 @@ class Scenes(data.Photos):
                             f"{turn}), and its annotation has none: save both upright, without it")
         try:
             picture = Image.open(self.annotations[index])
-            if picture.mode not in ("L", "P"):
-                raise ValueError(f"mode {picture.mode}; expected one 8-bit class for each pixel")
+            stored = picture.tile[0][3]      # as the file has it, such as "L;4", four bits of gray
+            if picture.mode not in ("L", "P") or stored in ("L;2", "L;4"):
+                # Pillow would scale a gray value of four bits, and convert("P") numbers colors
+                raise ValueError(f"it is {stored}; expected class numbers as 8-bit gray or as "
+                                 "palette indices. Replace each color by its class number, and "
+                                 "save these as 8-bit gray")
             annotation = torch.from_numpy(np.array(picture))
         except Exception as error:      # Pillow raises many kinds for broken files
             raise UserError(f"cannot read the annotation {self.annotations[index]} ({error})"
@@ -284,6 +290,21 @@ def sliding_window(model, images: Tensor, classes: int, crop: int, stride: int) 
     return total / count
 
 
+def largest(logits: Tensor, size: tuple[int, int], chunk: int = 8) -> Tensor:
+    """The class of each pixel of an image of this size: logits [1, C, h, w] -> [H, W]
+
+    It is resize(logits, size)[0].argmax(0), with the memory of `chunk` classes: 150 classes of a
+    photograph of 12 megapixels would take 7.5 GiB.
+    """
+    best = logits.new_full(size, -math.inf)
+    predicted = torch.zeros(size, dtype=torch.long, device=logits.device)
+    for first in range(0, logits.shape[1], chunk):
+        values, classes = resize(logits[:, first:first + chunk], size)[0].max(0)
+        predicted = torch.where(values > best, first + classes, predicted)
+        best = torch.maximum(best, values)
+    return predicted
+
+
 def confusion(predicted: Tensor, annotation: Tensor, classes: int) -> Tensor:
     """Pixels by true and predicted class, [1 + C, C]: annotation [H, W] from 1, predicted from 0.
 
@@ -319,7 +340,7 @@ def measure(model: Segmenter, views: EvalScenes, args, process: common.Process
         with process.autocast():
             logits = sliding_window(lambda x: resize(model(x)[0].float(), (crop, crop)),
                                     batch["image"] / 255, classes, crop, stride)
-        predicted = resize(logits, annotation.shape)[0].argmax(0)
+        predicted = largest(logits, annotation.shape)
         matrix += confusion(predicted, annotation, classes)
     matrix = process.sum(matrix)
     pixels = matrix.sum(1)      # of each class, [1 + C]

@@ -14,6 +14,7 @@ from torchvision.transforms.v2 import functional as TF
 
 import common
 import data
+import optim
 from common import UserError, fraction, positive
 from model import IMAGENET_MEAN, IMAGENET_STD, ViT, pool
 from run import Run
@@ -33,7 +34,7 @@ def add_augment_flag(parser):
              "smoothing 0.1 and, in finetuning, random erasing 0.25; plain: as in pretraining")
 
 
-def add_transfer_flags(parser, layer_decay: float):
+def add_transfer_flags(parser, layer_decay: float | None):
     """The flags of finetuning and segmentation."""
     group = parser.add_argument_group("transfer")
     group.add_argument(
@@ -42,8 +43,10 @@ def add_transfer_flags(parser, layer_decay: float):
              "(default: all three for a model with experts, else none)")
     group.add_argument("--expert-dropout", type=fraction, default=EXPERT_DROPOUT,
                        help="probability of --recipe exd")
-    group.add_argument("--layer-decay", type=positive, default=layer_decay,
-                       help="factor of the learning rate from each block to the one before it")
+    group.add_argument(
+        "--layer-decay", type=positive, default=layer_decay,
+        help="factor of the learning rate from each block to the one before it (finetune.py: 0.65, "
+             "or 1 from scratch)")
     group.add_argument("--drop-path", type=fraction, default=0.1,
                        help="stochastic depth of the last block, rising from 0 at the first")
 
@@ -197,56 +200,59 @@ def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dat
     def evaluate() -> dict[str, float]:
         return accuracy(model, val_views, args, process)
 
-    return fit(args, process, model, views, compute_loss, evaluate, **run)
+    return fit(args, process, model, views, compute_loss, evaluate, classes=dataset.classes, **run)
 
 
 # ----------------------------------------------------------------------------- the loop
 
 def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute_loss, evaluate,
-        *, model_name: str, encoder_config, lr_scale=lambda name: 1.0) -> dict[str, float]:
+        *, model_name: str, encoder_config, classes=(), lr_scale=lambda name: 1.0
+        ) -> dict[str, float]:
     """The loop of finetuning, probes and segmentation -> the scores of the best evaluation
 
-    views: of training images, as `data.TrainViews` are. compute_loss(model, batch) returns
-    metrics, of which "loss" is what the gradient is of. evaluate() returns scores in percent, of
-    which the first decides what the best is. model_name, encoder_config: see `Run`. lr_scale: see
-    `common.adamw`.
+    views: training images, as in `data.TrainViews`. compute_loss(model, batch) returns metrics;
+    metrics["loss"] is minimized. evaluate() returns scores in percent; the first one decides which
+    evaluation is the best. model_name, encoder_config, classes: see `Run`. lr_scale: see
+    `optim.adamw`.
     """
     micro_steps, epoch_steps = data.plan_steps(args, process.world, len(views))
     normalized = any(isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d))
                      for layer in model.modules())
-    if normalized and args.batch_size == process.world * micro_steps:
-        raise UserError("micro-batches of one image: batch normalization needs more, so give a "
-                        "larger --micro-batch or --batch-size")
+    mixed = vars(args).get("augment") == "strong"
+    if (normalized or mixed) and args.batch_size == process.world * micro_steps:
+        raise UserError("micro-batches of one image: batch normalization and mixup need more, so "
+                        "give a larger --micro-batch or --batch-size")
     if "epochs" in args:
         steps, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
         decay = "cosine"
     else:
         steps, warmup, decay = args.iterations, args.warmup_iterations, "linear"
 
-    optimizer = common.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
+    optimizer = optim.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
     run = Run(args, process, model_name, image_count=len(views), steps=steps,
-              epoch_steps=epoch_steps, encoder_config=encoder_config, model=model,
-              optimizer=optimizer)
+              epoch_steps=epoch_steps, micro_steps=micro_steps, classes=classes,
+              encoder_config=encoder_config, model=model, optimizer=optimizer)
     first = run.resume()
     parallel = process.parallel(model.train())
     batches = run.timed(data.train_batches(views, args, process, micro_steps, first,
                                            run.stop_step))
 
     @torch.no_grad()
-    def evaluate_after(step: int):
-        if process.world > 1:      # batch normalization's statistics differ between processes
+    def evaluate_if_due(done: int):
+        if not run.is_evaluation_due(done):
+            return
+        if process.world > 1:      # each process has its own batch statistics
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
         model.eval()
-        run.end_evaluation(step, evaluate())      # the log, best.pt
+        run.evaluate(done, evaluate)              # the log, best.pt, last.pt
         model.train()
 
     with run.listening():
-        if run.evaluation_due:                    # the run was stopped in the middle of one
-            evaluate_after(first - 1)
+        evaluate_if_due(first)                    # the run was stopped in an evaluation
         for step in run.steps(first):
-            lr = common.learning_rate(step, steps, warmup, args.lr, args.min_lr, decay)
-            common.set_rate(optimizer, lr)
+            lr = optim.learning_rate(step, steps, warmup, args.lr, args.min_lr, decay)
+            optim.set_rate(optimizer, lr)
             common.seed_torch("step", args.seed, step, process.rank)      # drop path, ExD, mixup
 
             for micro_step in range(1, micro_steps + 1):
@@ -256,11 +262,9 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
                     process.scaler.scale(metrics["loss"] / micro_steps).backward()
                 run.log(metrics)
 
-            run.log(common.optimizer_step(optimizer, process.scaler, args.clip_grad))
-            stops = run.end_step(step, lr)        # the log, last.pt
-            if run.is_scheduled(step):
-                evaluate_after(step)
-            if stops:                             # after a signal
+            run.log(optim.optimizer_step(optimizer, process.scaler, args.clip_grad))
+            if run.end_step(step, lr):            # the log, last.pt; True after a signal
                 break
+            evaluate_if_due(step + 1)
     run.report()
-    return run.best
+    return run.best_scores

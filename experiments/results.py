@@ -26,8 +26,8 @@ import finetune
 import linprobe
 import pretrain
 import segment
+from folder import FREE_FLAGS
 from plot import read_lines
-from run import FREE_FLAGS
 
 STAGES = {"pretrain.py": pretrain, "linprobe.py": linprobe, "finetune.py": finetune,
           "segment.py": segment}

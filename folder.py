@@ -1,0 +1,129 @@
+"""The folder of a run: whose it is, its lock, its log, and files that are whole or not there.
+
+Rank 0 alone calls what is in here.
+"""
+
+import contextlib
+import fcntl
+import json
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import common
+from common import Process, UserError
+
+# Flags that may differ when a run resumes: they say where files are, how fast the run works or how
+# long. --amp may differ, too, because another precision can rescue a run whose numbers overflow.
+FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "recompute", "amp", "save_every",
+              "max_steps"}
+
+
+class RunFolder:
+    """The folder `path` of a run, once `claim` has been called.
+
+    args.json holds the run's record: flags, the number of images, and the origin (`find_origin`).
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.log = None      # log.jsonl, open and locked
+
+    def claim(self, record: dict):
+        """Makes the folder and locks it for this process. Changes nothing that is there. Raises
+        UserError if another process has the lock, or if the folder holds another run than
+        `record` or models that this run would write over.
+        """
+        common.make_folder(self.path)
+        models = [file.name for file in self.path.glob("*.pt") if file.name != "epoch_0000.pt"]
+        if models and "last.pt" not in models:
+            raise UserError(f"{self.path} has {min(models)} and no last.pt to resume from: give "
+                            "another --out")
+        known = self.read_record()
+        changed = common.differences(settings(known), settings(record)) if known else ""
+        if changed:
+            raise UserError(f"{self.path} holds another run, so give another --out: {changed}")
+        self.log = open(self.path / "log.jsonl", "ab")      # noqa: SIM115
+        # a POSIX lock ends with this process, even if its workers outlive it
+        try:
+            fcntl.lockf(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{self.path}: another process trains in this folder") from None
+        except OSError:      # the file system has no locks
+            pass
+
+    def read_record(self) -> dict | None:
+        """The content of args.json, or None if it is not there."""
+        file = self.path / "args.json"
+        return json.loads(file.read_text()) if file.exists() else None
+
+    def start(self, record: dict, process: Process, log_bytes: int):
+        """Writes args.json, and cuts the log to the length that last.pt knows, so that a run that
+        was killed logs each step once. If the origin has changed, prints how.
+        """
+        origin, known = find_origin(process), self.read_record()
+        if known and (changed := common.differences(known["origin"], origin)):
+            common.note(f"{self.path} goes on: {changed}")
+        text = json.dumps(record | {"origin": origin}, indent=1)
+        self.write("args.json", lambda file: file.write(text.encode()))
+        self.log.truncate(min(log_bytes, self.log.tell()))
+
+    def append(self, line: dict):
+        """Appends a line to log.jsonl. Raises UserError if the disk is full."""
+        with naming(self.path / "log.jsonl"):
+            self.log.write(json.dumps(common.rounded(line)).encode() + b"\n")
+            self.log.flush()
+
+    def write(self, name: str, save):
+        """Lets save(file) write a file, which takes its name when it is whole. Raises UserError if
+        the disk is full.
+        """
+        temporary = self.path / f"{name}.tmp"
+        try:
+            with naming(self.path / name):
+                with open(temporary, "wb") as file:
+                    save(file)
+                temporary.replace(self.path / name)
+        except Exception:
+            temporary.unlink(missing_ok=True)      # a full disk needs the space
+            raise
+
+
+@contextlib.contextmanager
+def naming(path: Path):
+    """Turns an OSError, such as of a full disk, into a UserError that names the file."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:      # torch.save raises the second for the first
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise UserError(f"{path}: {cause.strerror}") from error
+
+
+def settings(record: dict) -> dict:
+    """The settings that identify a run: all flags but FREE_FLAGS, and the number of images"""
+    flags = {common.flag(name): value for name, value in record["args"].items()
+             if name not in FREE_FLAGS}
+    return flags | {"the number of images": record["images"]}
+
+
+def find_origin(process: Process) -> dict:
+    """Where a run comes from: versions, the device, the number of processes, and the git commit of
+    these files, if they are in a repository.
+    """
+    origin = {"python": platform.python_version()}
+    for package in ("torch", "torchvision", "timm", "open_clip_torch"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            origin[package] = metadata.version(package)
+    cuda = process.device.type == "cuda"
+    origin["device"] = torch.cuda.get_device_name() if cuda else f"cpu ({platform.machine()})"
+    origin["processes"] = process.world
+    describe = "git describe --always --exclude=* --abbrev=40 --dirty=+changes".split()
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):      # no git, no repository
+        origin["commit"] = subprocess.check_output(
+            describe, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True).strip()
+    return origin

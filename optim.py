@@ -1,0 +1,63 @@
+"""Optimization: the learning rate of a step, AdamW's groups, and the update."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from model import decays
+
+
+def learning_rate(step: int, steps: int, warmup: int, lr: float, min_lr: float,
+                  decay: str = "cosine") -> float:
+    """The learning rate of a step, counted from 0: it rises linearly to `lr` in the first `warmup`
+    steps, then falls to `min_lr`, along a "cosine" to the last step or "linear" to the step after
+    it. The linear decay is mmcv's, which multiplies the warm-up too.
+    """
+    if decay == "linear":
+        return (lr + (min_lr - lr) * step / steps) * min(1, (step + 1) / max(warmup, 1))
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    progress = (step + 1 - warmup) / (steps - warmup)      # 0 to 1
+    return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def adamw(model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float],
+          lr_scale=lambda name: 1.0) -> torch.optim.AdamW:
+    """AdamW over the parameters that are not frozen, each at lr_scale(name) times the rate.
+    `model.decays` says which have weight decay.
+    """
+    groups = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            key = decays(name, parameter), lr_scale(name)
+            groups.setdefault(key, []).append(parameter)
+    groups = [dict(params=parameters, weight_decay=weight_decay * decayed, lr_scale=scale)
+              for (decayed, scale), parameters in groups.items()]
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float):
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
+                   clip_grad: float) -> dict[str, Tensor]:
+    """Clips the gradients, updates the parameters and clears the gradients -> metrics
+
+    Where a gradient is not finite, the scaler tells fused AdamW to skip the update. The decision
+    and the metrics stay on the device, so the host does not wait.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]
+                  if p.grad is not None]
+    scaler.unscale_(optimizer)
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    if clip_grad:
+        nn.utils.clip_grads_with_norm_(parameters, clip_grad, norm)
+    scaler.step(optimizer)
+    scaler.update()
+    # DDP's gradients are views of its buckets, and None would separate them
+    optimizer.zero_grad(set_to_none=not dist.is_initialized())
+    return {"grad_norm": norm, "skipped": (~norm.isfinite()).float()}
