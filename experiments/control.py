@@ -12,6 +12,11 @@ weights of the patch losses (Eq. 5):
   oracle         planted patches count nothing
   softmin        exp(-loss / lambda), without a gradient
   routed         the paper's: expert 0's dispatch weights, which learn from the loss
+  routed-0.5     the same with lambda 0.5, as the paper takes for 2 experts
+  routed-5       the same with lambda 5, the paper's default
+  detached       the same as routed, but the weights pass no gradient (--detach)
+  router-only    the same as routed, but the weights' gradient stops at phi and scale, before the
+                 encoder
   copied         those of the routed student in the same step, for another student
   own            an extra router, with a hidden layer, that weights the loss alone, on the student's
                  tokens
@@ -19,9 +24,10 @@ weights of the patch losses (Eq. 5):
   own-target     the same on the targets: it knows the target, and not the loss
 
 All have two experts, and the entropy of the router that gives the weights, or else of the last one
-(Eq. 7), with the same lambda. Each run is a line of control.jsonl, and is measured on held-out
-images by its loss on clean patches, which are those that are not planted. Look-alikes are the clean
-patches to which the router of own-detached gives less than half of its image's mean clean patch.
+(Eq. 7), with lambda 0.1 unless the arm's name says otherwise. Each run is a line of control.jsonl,
+and is measured on held-out images by its loss on clean patches, which are not planted. Look-alikes
+are the clean patches to which the router of own-detached gives less than half of the weight of its
+image's mean clean patch.
 """
 
 import argparse
@@ -42,6 +48,7 @@ sys.path.insert(0, str(HERE.parent))
 import common
 import data
 import knn
+import optim
 import pretrain
 from common import rounded
 from encoders import build_frozen
@@ -49,10 +56,11 @@ from losses import dispatch_entropy, patch_weights, patchify, token_loss, weight
 from model import ViT, normalize
 from shapes import Shapes
 
-ARMS = ("unweighted", "oracle", "softmin", "routed", "copied", "own", "own-detached", "own-target")
-LONG = tuple(arm for arm in ARMS if arm != "copied")
-CLEAN = tuple(arm for arm in ARMS if arm != "oracle")
+ROUTED = ("routed", "routed-0.5", "routed-5", "detached", "router-only")
+OTHERS = ("copied", "own", "own-detached", "own-target")
+ARMS = ("unweighted", "oracle", "softmin", *ROUTED, *OTHERS)
 LAMBDA = 0.1
+LAMBDAS = {"routed-0.5": 0.5, "routed-5": 5.0}      # of arms with another lambda
 IMAGES = 4096      # of the training set
 # sets: their images, where targets are planted, the size of images and patches, and the teacher's
 # epochs
@@ -63,9 +71,15 @@ SETS = {"shapes-noise": ("shapes-noise", "noise", 48, 6, 4),
         "shapes-clean": ("shapes", "none", 48, 6, 4),
         "cifar10-clean": ("cifar10", "none", 32, 4, 2)}
 # epochs: set: arms. What is short comes first
-SERIES = {8: {"shapes-noise": ARMS, "shapes-blocks": ARMS, "cifar10-flat": ARMS,
-              "cifar10-random": ARMS, "shapes-clean": CLEAN, "cifar10-clean": CLEAN},
-          24: {"shapes-noise": ARMS, "shapes-blocks": ARMS, "cifar10-flat": ARMS,
+CLEAN = tuple(arm for arm in ARMS if arm != "oracle")
+LONG = ("unweighted", "oracle", "softmin", "routed", "own", "own-detached", "own-target")
+EARLIER = tuple(arm for arm in ARMS if arm not in ROUTED[1:])      # of sets without lambdas
+SERIES = {8: {"shapes-noise": ARMS, "cifar10-flat": ARMS, "shapes-clean": CLEAN,
+              "shapes-blocks": EARLIER, "cifar10-random": EARLIER,
+              "cifar10-clean": tuple(arm for arm in EARLIER if arm != "oracle")},
+          24: {"shapes-noise": ARMS, "cifar10-flat": ARMS,
+               "shapes-clean": ("unweighted", *ROUTED, "own-detached"),
+               "shapes-blocks": EARLIER,
                "cifar10-random": ("unweighted", "oracle", "softmin", "own-detached", "own-target")},
           72: {"shapes-noise": LONG, "shapes-blocks": LONG, "cifar10-flat": LONG}}
 RUN = ("--model vit_nano --batch-size 64 --warmup-epochs 1 --lr 2e-3 --drop-path 0 --amp off "
@@ -203,13 +217,18 @@ class Student(nn.Module):
         seen_planted = planted.take_along_dim(pred.ids_keep, 1)
         patch_loss = token_loss(pred.tokens[:, 1:], seen_targets)
         dispatch = pred.routing[self.last].dispatch
-        if self.arm == "own":
+        weight = patch_weights(dispatch, expert=0, detach=self.arm == "detached")
+        if self.arm == "router-only":
+            router = self.encoder.blocks[self.last].mlp.router
+            weight = patch_weights(router(self.entering.detach()).dispatch)
+        elif self.arm == "own":
             dispatch = self.own(self.entering)
         elif self.arm == "own-detached":
             dispatch = self.own(self.entering.detach())
         elif self.arm == "own-target":
             dispatch = self.own(torch.cat([targets[:, :1], seen_targets], 1))
-        weight = patch_weights(dispatch, expert=0)
+        if self.own is not None:
+            weight = patch_weights(dispatch)
         if self.arm == "unweighted":
             weight = torch.ones_like(patch_loss)
         elif self.arm == "oracle":
@@ -222,10 +241,10 @@ class Student(nn.Module):
         return patch_loss, weight, seen_planted, dispatch_entropy(dispatch).sum()
 
 
-def compute_loss(patch_loss: Tensor, weight: Tensor, entropy: Tensor) -> Tensor:
+def compute_loss(patch_loss: Tensor, weight: Tensor, entropy: Tensor, lambda_: float) -> Tensor:
     """Eq. 5 and 7"""
     some = weight.sum(1) > 0      # of an image whose seen patches are all planted, nothing is left
-    return weighted_mean(patch_loss[some], weight[some]) - LAMBDA * entropy
+    return weighted_mean(patch_loss[some], weight[some]) - lambda_ * entropy
 
 
 def train(arms: tuple[str, ...], args, process, views: Views, planting: Planting):
@@ -235,20 +254,21 @@ def train(arms: tuple[str, ...], args, process, views: Views, planting: Planting
     students, teacher_dim = {}, planting.teacher.dim
     for arm in arms:
         students[arm] = Student(arm, args, teacher_dim, students).to(process.device).train()
-    optimizers = [common.adamw(student, args.lr, args.weight_decay, betas=(0.9, 0.95))
+    optimizers = [optim.adamw(student, args.lr, args.weight_decay, betas=(0.9, 0.95))
                   for student in students.values()]
     epoch_steps = len(views) // args.batch_size
     steps = args.epochs * epoch_steps
     order = data.train_order(len(views), args.batch_size, 1, args.seed, 0, steps)
     for step, batch in enumerate(data.load(views, order, process, workers=0)):
         batch = planting(batch)
-        lr = common.learning_rate(step, steps, args.warmup_epochs * epoch_steps, args.lr,
-                                  args.min_lr)
+        lr = optim.learning_rate(step, steps, args.warmup_epochs * epoch_steps, args.lr,
+                                 args.min_lr)
         for student, optimizer in zip(students.values(), optimizers):
             patch_loss, weight, _, entropy = student(*batch)
-            process.scaler.scale(compute_loss(patch_loss, weight, entropy)).backward()
-            common.set_rate(optimizer, lr)
-            common.optimizer_step(optimizer, process.scaler, args.clip_grad)
+            loss = compute_loss(patch_loss, weight, entropy, LAMBDAS.get(student.arm, LAMBDA))
+            process.scaler.scale(loss).backward()
+            optim.set_rate(optimizer, lr)
+            optim.optimizer_step(optimizer, process.scaler, args.clip_grad)
     return students
 
 
@@ -309,16 +329,21 @@ def train_teacher(folder: str, flags: list[str]) -> float:
     """A run of finetune.py, which goes on if it has begun -> its accuracy in percent"""
     # a process of its own, which ends with its lock on the folder and its handlers of signals
     subprocess.run([sys.executable, HERE.parent / "finetune.py", *flags, "--augment", "plain",
-                    "--layer-decay", "1", "--out", folder], check=True,
+                    "--out", folder], check=True,
                    env=os.environ | {"OMP_NUM_THREADS": "1"})
     return read_rows(Path(folder, "log.jsonl"))[-1]["top1"]
 
 
 def run_series(options, name: str, epochs: int, seed: int):
-    """Trains the arms of one set, length and seed, if they have no rows yet."""
+    """Trains those arms of one set, length and seed that have no rows yet."""
     key = {"set": name, "epochs": epochs, "seed": seed}
-    if any(key.items() <= row.items() for row in read_rows(options.out)):
+    there = {row["arm"] for row in read_rows(options.out) if key.items() <= row.items()}
+    missing = [arm for arm in SERIES[epochs][name] if arm not in there]
+    if not missing:
         return
+    # look-alikes are found by own-detached, and copied has the weights of routed
+    needed = {*missing, "own-detached", *(["routed"] if "copied" in missing else [])}
+    arms = tuple(arm for arm in ARMS if arm in needed)
     source, how, size, patch, teacher_epochs = SETS[name]
     source = options.cifar if source == "cifar10" else source
     flags = [*RUN, "--data", source, "--image-size", str(size), "--patch-size", str(patch),
@@ -334,7 +359,7 @@ def run_series(options, name: str, epochs: int, seed: int):
         Views(how == "blocks", each, size, view_seed, size // patch, args.mask_ratio)
         for each, view_seed in ((train_set, seed), (val_set, 0)))
     planted = how, teacher, views, seed, process.device
-    students = train(SERIES[epochs][name], args, process, views, Planting(*planted))
+    students = train(arms, args, process, views, Planting(*planted))
     order = [[(0, i) for i in part.tolist()] for part in torch.arange(len(val_set)).split(64)]
     batches = list(map(Planting(*planted), data.load(val_views, order, process, workers=0)))
     observed = {arm: observe(student.eval(), batches) for arm, student in students.items()}
@@ -342,7 +367,7 @@ def run_series(options, name: str, epochs: int, seed: int):
     lookalikes = find_lookalikes(*reference)
     rows = [key | {"arm": arm, "teacher_top1": top1} | summarize(*observed[arm], lookalikes)
             | {"knn": knn_accuracy(student.encoder, train_set, val_set, process.device)}
-            for arm, student in students.items()]
+            for arm, student in students.items() if arm in missing]
     lines = [json.dumps(rounded(row)) for row in rows]
     with open(options.out, "a") as file:
         file.writelines(f"{line}\n" for line in lines)
