@@ -454,6 +454,8 @@ class TimmEncoder(FrozenEncoder):
     def __init__(self, name: str, grid: int | None):
         import timm
         model = name.removesuffix("/random")
+        if not (timm.is_model(model) or ":" in model):      # hf-hub:..., local-dir:...
+            raise ValueError("timm has no model of this name; timm.list_models() has all names")
         vit = timm.create_model(model, pretrained=model == name, num_classes=0)
         # of timm's models, plain ViTs have both
         if not (hasattr(vit, "num_prefix_tokens") and hasattr(vit, "set_input_size")):
@@ -493,8 +495,18 @@ def build_frozen(name: str, grid: int | None = None) -> FrozenEncoder:
     except UserError:      # of a checkpoint: its message begins with the path
         raise
     except Exception as error:      # timm and open_clip raise many kinds
-        raise UserError(f"{name}: {one_line(error)}") from error
+        raise UserError(f"{name}: {no_network(error) or one_line(error)}") from error
     return frozen.eval().requires_grad_(False)
+
+
+def no_network(error: Exception | None) -> str | None:
+    """What to do, if an error or one of its causes says that a download was not possible"""
+    while error:
+        if type(error).__name__ == "LocalEntryNotFoundError":      # huggingface_hub's
+            return ("its weights are not in the cache, and the Hugging Face Hub cannot be reached. "
+                    'See "There is no network" in RUNNING.md; HF_HUB_OFFLINE=1 skips the retries')
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def one_line(error: Exception | str) -> str:

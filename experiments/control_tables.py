@@ -1,4 +1,6 @@
-"""Prints the tables of the control's page, and draws assets/control.png, from control.jsonl.
+"""Prints the table of the control's page, then all others, and draws assets/control.png.
+
+All numbers come from control.jsonl.
 
 Gains are how far a loss is below the unweighted one, in percent of that. Those of look-alikes and
 of other clean patches are what these contribute: they add up to the gain on all clean patches.
@@ -14,7 +16,9 @@ sys.path.insert(0, str(HERE.parent))
 from experiments.control import ARMS, SERIES, SETS, read_rows
 
 PARTS = {"": "all clean patches", "_lookalikes": "look-alikes", "_others": "other clean patches"}
-DRAWN = ("softmin", "own-target", "own-detached", "routed")
+DRAWN = ("softmin", "own-detached", "routed", "routed-0.5", "routed-5")
+PAGE = ("oracle", "softmin", "own-target", "own-detached", "routed", "routed-0.5", "routed-5",
+        "detached", "router-only")
 
 
 # ------------------------------------------------------- of the rows of one set and length
@@ -75,17 +79,25 @@ def part_cell(rows: list[dict], arm: str, part: str) -> str:
     return f"{own}, {share.mean():.2f}" if arm == "oracle" else cell(share, 2)
 
 
-def print_table(title: str, groups: dict[tuple[str, int], list[dict]], text):
+def knn_gain(rows: list[dict], arm: str) -> np.ndarray:
+    """In points of accuracy -> [seeds]"""
+    return measured(rows, arm, "knn") - measured(rows, "unweighted", "knn")
+
+
+def print_table(title: str, groups: dict[tuple[str, int], list[dict]], text, arms=ARMS):
     """groups: {(set, epochs): its rows}; text(rows, arm) is what a cell says"""
-    print(f"{title}:\n\n| set | epochs | {' | '.join(ARMS)} |\n{'| --- ' * (2 + len(ARMS))}|")
+    print(f"{title}:\n\n| set | epochs | {' | '.join(arms)} |\n{'| --- ' * (2 + len(arms))}|")
     for (name, epochs), rows in groups.items():
-        arms = {row["arm"] for row in rows}
-        cells = [text(rows, arm) if arm in arms else "" for arm in ARMS]
+        there = {row["arm"] for row in rows}
+        cells = [text(rows, arm) if arm in there else "" for arm in arms]
         print(f"| {name} | {epochs} | {' | '.join(cells)} |")
     print()
 
 
 def print_tables(groups: dict, planted: dict):
+    print_table("Gain in the token loss on clean patches, in percent, and in k-NN, in points",
+                groups, lambda rows, arm: (
+                    f"{cell(gain(rows, arm, ''), 1)}<br>{cell(knn_gain(rows, arm), 1)}"), PAGE)
     for part, title in PARTS.items():
         some = {group: rows for group, rows in planted.items() if share_of(rows, part).all()}
         print_table(f"Unweighted loss, the oracle's gain and the share of it, on {title}", some,
@@ -93,20 +105,20 @@ def print_tables(groups: dict, planted: dict):
     print_table("Weight of planted patches over that of clean ones", planted,
                 lambda rows, arm: f"{measured(rows, arm, 'planted_weight').mean():.2f}")
     print_table("Gain, %", groups, lambda rows, arm: cell(gain(rows, arm, ""), 1))
-    print_table("k-NN above the unweighted, points", groups, lambda rows, arm: cell(
-        measured(rows, arm, "knn") - measured(rows, "unweighted", "knn"), 1))
+    print_table("k-NN above the unweighted, points", groups,
+                lambda rows, arm: cell(knn_gain(rows, arm), 1))
 
 
 # -------------------------------------------------------------------------------- picture
 
 def draw_part(axis, groups: dict[int, list[dict]], part: str):
-    """The oracle's gain in grey, and before it those of four arms. groups: {epochs: rows}"""
+    """The oracle's gain in grey, and the gains of DRAWN before it. groups: {epochs: rows}"""
     for at, rows in enumerate(groups.values()):
         axis.bar(at, gain(rows, "oracle", part).mean(), 0.9, color="0.85", label="oracle")
         for i, arm in enumerate(DRAWN):
             if any(row["arm"] == arm for row in rows):
                 mean, half = interval(gain(rows, arm, part))
-                axis.bar(at + 0.2 * (i - 1.5), mean, 0.18, yerr=half, capsize=2, color=f"C{i}",
+                axis.bar(at + 0.16 * (i - 2), mean, 0.15, yerr=half, capsize=2, color=f"C{i}",
                          label=arm)
     axis.axhline(0, color="black", linewidth=0.8)
     patches = [100 * share_of(rows, part).mean() for rows in groups.values()]
