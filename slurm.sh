@@ -28,14 +28,18 @@ MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))      # two jobs on one machine nee
 WORLD_SIZE=$SLURM_NTASKS
 export MASTER_ADDR MASTER_PORT WORLD_SIZE
 
-# srun starts a task for each GPU. An error in one of them ends all, and ends this script here.
+# srun starts a task for each GPU, and an error in one of them ends all.
 printed=$(mktemp)
 trap 'rm -f "$printed"' EXIT
+code=0
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec python "$@"' task "$@" \
-    | tee "$printed"
+    | tee "$printed" || code=$?
 
-# A run that is complete, or whose --max-steps are done, does not print this.
-if grep -q 'stopped by \(SIGUSR1\|a signal\)' "$printed"; then
+# A run that is complete, or whose --max-steps are done, does not print this. 138: SIGUSR1 came in an
+# evaluation, which it ends at once.
+if [[ $code = 0 || $code = 138 ]] && grep -q 'stopped by \(SIGUSR1\|a signal\)' "$printed"; then
     scontrol requeue "$SLURM_JOB_ID"
+else
+    exit $code
 fi

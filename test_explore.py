@@ -4876,6 +4876,9 @@ def test_the_cluster_script_requeues_a_run_that_sigusr1_stops_and_no_other(submi
     for flags in ("--max-steps 3", ""):
         assert submit(printed(flags))[::2] == (0, "")
     assert submit("echo stopped by SIGINT")[::2] == (0, "")
+    evaluating = "echo stopped by SIGUSR1 in an evaluation; kill -USR1 $$"
+    assert submit(evaluating, tasks=2)[::2] == (0, f"requeue {JOB}\n")
+    assert submit("kill -USR1 $$")[::2] == (138, "")      # knn.py, which has nothing to resume
     python = '[ $RANK = 0 ] || exit 2; echo stopped by SIGUSR1'
     assert submit(python, tasks=2)[::2] == (2, "")
 
