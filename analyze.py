@@ -31,6 +31,7 @@ import common
 import data
 from common import UserError, non_negative_int, positive_int, rounded
 from encoders import FrozenEncoder, build_frozen, load_checkpoint, load_encoder, load_student
+from knn import trained_on
 from losses import dispatch_cv, dispatch_entropy, token_loss
 from model import ViT, normalize
 from plot import plain
@@ -84,13 +85,6 @@ def silhouette(features: Tensor, labels: Tensor) -> float:
     b = (sums / sizes).scatter(1, own, math.inf).amin(1)
     s = (b - a) / torch.maximum(a, b).clamp_min(torch.finfo(a.dtype).tiny)
     return s.where(sizes[labels] > 1, 0).mean().item()
-
-
-def trained_on(checkpoint: dict) -> str:
-    """The --data of the run that wrote a checkpoint, if it is still there, else the default."""
-    name = checkpoint["args"].get("data")
-    there = name and (name in (*data.DRAWN, *data.DOWNLOADED) or Path(name).exists())
-    return name if there else common.default_data()
 
 
 def find_teacher(checkpoint: dict, encoder: ViT, process: common.Process

@@ -3,7 +3,9 @@
     python knn.py runs/pretrain/epoch_0300.pt
     torchrun --nproc_per_node 4 knn.py runs/pretrain/epoch_*.pt ViT-B-16/openai
 
-Each result is appended to knn.jsonl in the encoder's folder or, if it is no file, in runs/knn.
+Without --data, the set is the one that the first ENCODER was trained on, if that is a checkpoint.
+Chance is the accuracy of always guessing the most common class of val/. Each result is appended to
+knn.jsonl in the encoder's folder or, if it is no file, in runs/knn.
 """
 
 import argparse
@@ -18,12 +20,13 @@ from torch import Tensor
 import common
 import data
 from common import UserError, positive, positive_int
-from encoders import FrozenEncoder, build_frozen
+from encoders import FrozenEncoder, build_frozen, load_checkpoint
 from model import pool
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = common.make_parser(__doc__, "ENCODER [ENCODER ...] ")
+    parser.set_defaults(data=None)
     group = parser.add_argument_group("k-NN")
     group.add_argument("encoders", nargs="+", type=common.path, metavar="ENCODER",
                        help="a checkpoint file, open_clip's MODEL/PRETRAINED, or timm/NAME")
@@ -37,6 +40,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
                        help="where all rows go (default: each into knn.jsonl beside its "
                             "checkpoint, and those of encoders without a file into runs/knn)")
     return parser.parse_args(argv)
+
+
+def trained_on(checkpoint: dict) -> str:
+    """The --data of the run that wrote a checkpoint, if it is still there, else the default."""
+    name = checkpoint["args"].get("data")
+    there = name and (name in (*data.DRAWN, *data.DOWNLOADED) or Path(name).exists())
+    return name if there else common.default_data()
 
 
 @torch.no_grad()
@@ -76,9 +86,10 @@ def classify(queries: Tensor, bank: Tensor, labels: Tensor, classes: int, k: int
 
 
 def knn_accuracy(name: str, encoder: FrozenEncoder, train: data.CenterViews,
-                 val: data.CenterViews, args, process: common.Process) -> float:
-    """-> top-1 accuracy on `val` in percent, by the neighbors in `train`; each process classifies
-    its share. Raises UserError if the encoder, whose name is given, has no finite features.
+                 val: data.CenterViews, args, process: common.Process) -> tuple[float, float]:
+    """-> top-1 accuracy on `val`, by the neighbors in `train`, and chance, in percent; each process
+    classifies its share. Raises UserError if the encoder, whose name is given, has no finite
+    features.
     """
     bank, labels = extract(encoder, train, args, process, "bank")
     queries, truth = extract(encoder, val, args, process, "val")
@@ -88,36 +99,43 @@ def knn_accuracy(name: str, encoder: FrozenEncoder, train: data.CenterViews,
     predicted = classify(queries[share], bank, labels, len(train.dataset.classes), args.k,
                          args.temperature)
     hits = process.sum((predicted == truth[share]).sum()).item()
-    return 100 * hits / len(truth)
+    return 100 * hits / len(truth), 100 * truth.bincount().max().item() / len(truth)
 
 
 def main(args) -> list[float]:
     """-> top-1 accuracy of each encoder, in percent"""
     process = common.Process(args)
+    images = args.data
+    if images is None:
+        first = Path(args.encoders[0])
+        images = trained_on(load_checkpoint(first)) if first.is_file() else common.default_data()
 
     @functools.cache      # to list a million images takes a while, and epochs share them
     def views(split: str, image_size: int) -> data.CenterViews:
-        return data.CenterViews(data.open_images(args.data, split, image_size), image_size)
+        return data.CenterViews(data.open_images(images, split, image_size), image_size)
 
     results = {}
     for name in args.encoders:
+        if Path(name).is_dir():
+            raise UserError(f"{name} is a folder; give a checkpoint in it, such as {name}/last.pt")
         encoder = build_frozen(name).to(process.device)
         train, val = (views(split, encoder.image_size) for split in ("train", "val"))
         process.agree(args, common.describe_data(len(train) + len(val), train.dataset.classes))
         if args.k > len(train):
-            raise UserError(f"-k {args.k}: {args.data} has only {len(train)} training images")
+            raise UserError(f"-k {args.k}: {images} has only {len(train)} training images")
         if args.compile:
             encoder.compile()
         beside = Path(name).parent if Path(name).is_file() else "runs/knn"
         out = Path(args.out or beside)
         common.make_folder(out)      # before the work, not after it
-        results[name] = knn_accuracy(name, encoder, train, val, args, process)
+        results[name], chance = knn_accuracy(name, encoder, train, val, args, process)
         if process.rank == 0:
             row = {"encoder": name, "step": getattr(encoder, "step", None),
-                   "epoch": getattr(encoder, "epoch", None), "data": args.data,
+                   "epoch": getattr(encoder, "epoch", None), "data": images,
                    "pool": args.pool, "k": args.k, "temperature": args.temperature,
                    "top1": results[name]}
-            print(f"{results[name]:6.2f}%  {name}", flush=True)
+            print(f"{results[name]:6.2f}% k-NN on {images} (chance {chance:.1f}%)  {name}",
+                  flush=True)
             with open(out / "knn.jsonl", "a") as log:
                 log.write(json.dumps(row) + "\n")
     return list(results.values())

@@ -3517,7 +3517,9 @@ def test_knn_prints_and_appends_rows_the_same_in_two_processes(photos, tmp_path,
     flags = ["--data", photos, "-k", "32", "--batch-size", "5", *QUICK]
     results = knn.main(knn.parse_args([*paths, *flags]))
     printed = capsys.readouterr().out
-    assert printed == "".join(f"{top1:6.2f}%  {path}\n" for top1, path in zip(results, paths))
+    for line, top1, path in zip(printed.splitlines(), results, paths, strict=True):
+        assert line.split()[0] == f"{top1:.2f}%" and line.endswith(path)
+        assert "26.7%" in line      # chance: the largest of val/'s classes has 4 of 15 images
     assert run_two("knn.py", *paths, *flags) == printed
     knn.main(knn.parse_args([*paths, *flags, "--out", str(tmp_path / "all")]))
     rows = [dict(encoder=path, step=step, epoch=epoch, data=photos, pool="cls", k=32,
@@ -3534,6 +3536,25 @@ def test_a_row_of_an_encoder_without_a_file_goes_into_runs_knn(photos, tmp_path,
     monkeypatch.chdir(tmp_path)
     knn.main(knn.parse_args(["timm/test_vit/random", "--data", photos, *QUICK]))
     assert json.loads(Path("runs/knn/knn.jsonl").read_text())["encoder"] == "timm/test_vit/random"
+
+
+def test_without_data_knn_measures_on_what_the_first_encoder_was_trained_on(
+        photos, encoder, tmp_path, monkeypatch):
+    monkeypatch.setenv("IMAGENET", photos)
+    monkeypatch.setattr(knn, "knn_accuracy", Mock(return_value=(50.0, 10.0)))
+    trained = str(tmp_path / "trained.pt")
+    torch.save(torch.load(encoder) | {"args": {"data": "shapes"}}, trained)
+    for argv, seen in (([trained, encoder], "shapes"), ([encoder, trained], photos),
+                       (["timm/test_vit/random", trained], photos),
+                       ([trained, "--data", photos], photos)):
+        knn.main(knn.parse_args([*argv, "--out", str(tmp_path), *QUICK]))
+        row = json.loads((tmp_path / "knn.jsonl").read_text().splitlines()[-1])
+        assert row["data"] == seen
+
+
+def test_knn_of_a_folder_names_a_file_in_it(stage, tmp_path, capsys):
+    error = refusal(capsys, "knn", str(tmp_path), *stage("knn")[1:])
+    assert error.startswith(str(tmp_path)) and f"{tmp_path}/last.pt" in error
 
 
 def test_knn_that_cannot_write_its_rows_says_so_before_its_work(stage, capsys, monkeypatch):
