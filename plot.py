@@ -18,19 +18,21 @@ from pathlib import Path
 
 import common
 
-# title, unit, and the fields of log.jsonl: the first is a solid line, the second a dashed one
+# title, unit, scale, and the fields of log.jsonl: the first is a thin line, the second a pale one
+# that is wide, so that both are seen where they are equal
 PANELS = (
-    ("training loss", "cross-entropy (nats)", ("loss",)),
-    ("token loss (dashed: unweighted)", "Huber loss", ("token", "token_unweighted")),
-    ("[CLS] loss", "1 - cosine", ("cls",)),
-    ("pixel loss (dashed: unweighted)", "squared error, normalized patches",
+    ("training loss", "cross-entropy (nats)", "log", ("loss",)),
+    ("token loss (pale: unweighted)", "Huber loss", "log", ("token", "token_unweighted")),
+    ("[CLS] loss", "1 - cosine", "log", ("cls",)),
+    ("pixel loss (pale: unweighted)", "squared error, normalized patches", "log",
      ("pixel", "pixel_unweighted")),
-    ("weighted / unweighted token loss", "ratio, 1 is neutral", ("token_ratio",)),
-    ("variation of expert 0's weights", "standard deviation / mean", ("dispatch_cv",)),
-    ("learning rate", "AdamW's rate", ("lr",)),
-    ("validation accuracy", "top-1 (%)", ("top1",)),
-    ("segmentation of the validation images", "mIoU (%)", ("miou",)),
+    ("weighted / unweighted token loss", "ratio, 1 is neutral", "linear", ("token_ratio",)),
+    ("variation of expert 0's weights", "standard deviation / mean", "linear", ("dispatch_cv",)),
+    ("learning rate", "AdamW's rate", "linear", ("lr",)),
+    ("validation accuracy", "top-1 (%)", "linear", ("top1",)),
+    ("segmentation of the validation images", "mIoU (%)", "linear", ("miou",)),
 )
+STYLES = (dict(linewidth=1.5, zorder=3), dict(linewidth=6, alpha=0.3))
 # what is in a log and has no panel
 OTHERS = {"step", "epoch", "grad_norm", "skipped", "objective_weights", "memory_gib",
           "images_per_second", "loader_wait", "entropy", "entropy_loss", "importance_loss",
@@ -63,7 +65,7 @@ def read_run(folder: str) -> list[dict]:
     """
     lines = read_lines(Path(folder, "log.jsonl"))
     if not lines:
-        raise common.UserError(f"{folder} has no log.jsonl with a line")
+        raise common.UserError(f"{folder} is no run's folder: it has no log.jsonl with a line")
     # knn.jsonl may hold other encoders, too; by its folder's name, a run that was moved is known
     name = os.path.basename(os.path.abspath(folder))
     knn = {}
@@ -74,7 +76,7 @@ def read_run(folder: str) -> list[dict]:
             field = f"k-NN, {data}, {kind}"
             knn[field, row["epoch"]] = {"epoch": row["epoch"], field: row["top1"]}
     lines += [knn[key] for key in sorted(knn)]
-    if "token" in lines[0]:      # a total that is mostly minus lambda times the entropies
+    if "objective_weights" in lines[0]:      # pretraining's total is mostly the entropies
         lines = [{name: line[name] for name in line if name != "loss"} for line in lines]
     return lines
 
@@ -96,32 +98,38 @@ def find_panels(logged: set[str]) -> list[tuple]:
     """PANELS of these fields, and one for each other field that is no measure beside a loss: k-NN,
     and an objective of one's own.
     """
-    known = OTHERS.union(*(fields for _, _, fields in PANELS))
+    known = OTHERS.union(*(fields for *_, fields in PANELS))
     own = [name for name in sorted(logged - known)
            if not name.endswith(("_unweighted", "_ratio", "_spread"))]
-    return [panel for panel in PANELS if logged.intersection(panel[2])] + [
-        (name, "top-1 (%)", (name,)) if name.startswith("k-NN")
-        else (f"{name} loss (dashed: unweighted)", "loss", (name, f"{name}_unweighted"))
+    return [panel for panel in PANELS if logged.intersection(panel[-1])] + [
+        (name, "top-1 (%)", "linear", (name,)) if name.startswith("k-NN")
+        else (f"{name} loss (pale: unweighted)", "loss", "log", (name, f"{name}_unweighted"))
         for name in own]
 
 
 def draw(runs: dict[str, list[dict]], path: Path):
     """A panel for each quantity that a run has, in which each run has its color."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
     logged = set().union(*(line for lines in runs.values() for line in lines))
     panels = find_panels(logged)
     columns = min(COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(3.6 * columns, 2.8 * rows + 0.25 * len(runs)), layout="constrained")
-    for i, (title, unit, fields) in enumerate(panels, start=1):
+    for i, (title, unit, scale, fields) in enumerate(panels, start=1):
         axis = figure.add_subplot(rows, columns, i, xlabel="epoch", ylabel=unit)
         axis.set_title(title, fontsize="medium")
         axis.sharex(figure.axes[0])
         for color, lines in enumerate(runs.values()):
-            for field, style in zip(fields, ("-", "--")):
+            for field, style in zip(fields, STYLES):
                 epochs, values = read_curve(lines, field)
-                axis.plot(epochs, values, style, color=f"C{color}",
-                          marker="." if len(epochs) < 20 else "")
+                axis.plot(epochs, values, color=f"C{color}",
+                          marker="." if len(epochs) < 20 else "", **style)
+        if scale == "log" and axis.dataLim.ymin > 0:      # a loss of one's own may be negative
+            axis.set_yscale("log")
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+            axis.yaxis.set_major_formatter("{x:g}")      # 0.2, not 2 x 10^-1
+            axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set_xlim(left=0)      # of all panels
     figure.legend(axis.lines[::len(fields)], map(plain, runs), loc="outside lower center")
     figure.savefig(path, dpi=90)

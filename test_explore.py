@@ -4149,6 +4149,7 @@ def test_each_run_is_drawn_over_epochs_in_a_panel_for_each_quantity_it_has(write
                                                                            tmp_path):
     """The loss of pretraining is left out: it is mostly entropies."""
     runs = [write_run("routed $x$", loss=[-9, -8], token=[0.4, 0.2], token_ratio=[1, 0.9],
+                      objective_weights=[[1], [1]],
                       token_unweighted=[0.6, 0.3], dispatch_cv=[[0.1, 7], [0.3, 7]],
                       edge=[3, 2], edge_unweighted=[4, 3], edge_ratio=[1, 1], entropy=[[1], [1]]),
             write_run("tuned", loss=[2.3, 1.2], top1=[30, 40], miou=[5, 6]) + "/"]
@@ -4156,18 +4157,19 @@ def test_each_run_is_drawn_over_epochs_in_a_panel_for_each_quantity_it_has(write
     assert (tmp_path / "new").is_dir()
     figure = drawn["curves.png"]
     panels = {axis.get_title().split(" (")[0]:
-              [(line.get_linestyle(), line.get_color(), *zip(*line.get_data()))
+              [("wide" if line.get_linewidth() > 3 else "-", line.get_color(),
+                *zip(*line.get_data()))
                for line in axis.lines if len(line.get_xdata())] for axis in figure.axes}
     assert panels == {
         "training loss": [("-", "C1", (1, 2.3), (2, 1.2))],
-        "token loss": [("-", "C0", (1, 0.4), (2, 0.2)), ("--", "C0", (1, 0.6), (2, 0.3))],
+        "token loss": [("-", "C0", (1, 0.4), (2, 0.2)), ("wide", "C0", (1, 0.6), (2, 0.3))],
         "weighted / unweighted token loss": [("-", "C0", (1, 1), (2, 0.9))],
         "variation of expert 0's weights": [("-", "C0", (1, 0.1), (2, 0.3))],
         "learning rate": [("-", "C0", (1, 1e-3), (2, 1e-3)), ("-", "C1", (1, 1e-3), (2, 1e-3))],
         "k-NN, a/photos, [CLS]": [("-", color, (0, 10), (1, 20), (2, 30))
                                   for color in ("C0", "C1")],
         "k-NN, a/photos, mean patch": [("-", color, (2, 40)) for color in ("C0", "C1")],
-        "edge loss": [("-", "C0", (1, 3), (2, 2)), ("--", "C0", (1, 4), (2, 3))],
+        "edge loss": [("-", "C0", (1, 3), (2, 2)), ("wide", "C0", (1, 4), (2, 3))],
         "validation accuracy": [("-", "C1", (1, 30), (2, 40))],
         "segmentation of the validation images": [("-", "C1", (1, 5), (2, 6))]}
     legend, = figure.legends
@@ -4176,10 +4178,24 @@ def test_each_run_is_drawn_over_epochs_in_a_panel_for_each_quantity_it_has(write
     assert [line.get_color() for line in legend.get_lines()] == ["C0", "C1"]
 
 
+def test_losses_have_a_logarithmic_axis_unless_one_is_negative(write_run, drawn):
+    run = write_run("one", token=[0.4, 0.2], edge=[1, -2], likeness=[3, 2], top1=[30, 40])
+    plot.main(plot.parse_args([run]))
+    assert {axis.get_title().split(" (")[0]: axis.get_yscale()
+            for axis in drawn["curves.png"].axes if not axis.get_title().startswith("k-NN")} == {
+        "token loss": "log", "likeness loss": "log", "edge loss": "linear",
+        "learning rate": "linear", "validation accuracy": "linear"}
+
+
+def test_pretraining_with_another_loss_in_place_of_the_token_loss_has_no_total(write_run):
+    run = write_run("one", loss=[-9, -8], cosine=[0.4, 0.2], objective_weights=[[1], [1]])
+    assert not any("loss" in line for line in plot.read_run(run))
+
+
 def test_each_field_of_a_log_has_its_panel_and_no_other():
     known = LINE | {"main", "auxiliary", "miou", "mean_accuracy", "pixel_accuracy", "top5"}
     panels = plot.find_panels(known)
-    assert {fields for _, _, fields in panels} == {("loss",), ("lr",), ("miou",)}
+    assert {fields for *_, fields in panels} == {("loss",), ("lr",), ("miou",)}
 
 
 def test_data_sets_of_one_name_have_curves_of_their_own(write_run):
@@ -4195,7 +4211,8 @@ def test_data_sets_of_one_name_have_curves_of_their_own(write_run):
 
 def test_plot_says_in_one_line_what_it_misses(write_run, tmp_path, capsys):
     folder = write_run("a", token=[0.4, 0.2])
-    assert f"{tmp_path} has no log.jsonl" in refusal(capsys, "plot", folder, str(tmp_path))
+    for wrong in (str(tmp_path), f"{folder}/log.jsonl", f"{tmp_path}/gone"):
+        assert refusal(capsys, "plot", folder, wrong).startswith(wrong)
 
 
 # ---------------------------------------------------------------------------- experiments
