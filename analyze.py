@@ -11,10 +11,11 @@ What most runs change: --data (by default, val/ of what the checkpoint was train
   correlation.png  expert 0's weight of a patch against the patch's token loss (Fig. A3)
   routing.json     all numbers
 
-Of one or two checkpoints, the pictures show the first eight experts. Of more, they show expert 0,
-whose weights are those of the token loss. "silhouette" says how well tokens are separated by the
-expert that gives them most weight, from -1 to 1; "correlation" is that of expert 0's weights and
-the token loss.
+With one or two checkpoints, the pictures show the first eight experts; with more, they show expert
+0, whose weights are the coefficients of the token loss. "silhouette" says how well tokens are
+separated by the expert that gives them most weight, from -1 to 1. "correlation" compares expert
+0's weights with the token loss of Eq. 1: losses.token_loss of the student and its teacher, whatever
+loss the run trained.
 """
 
 import argparse
@@ -39,6 +40,10 @@ from plot import plain
 IMAGES = 6           # at most, in heatmaps.png
 EXPERTS = 8          # at most, in pictures
 TOKENS = 10_000      # about as many for the silhouette: distances of all pairs take 400 MB
+LEGEND = """Expert 0 of the router that weights the losses:
+  dispatch_cv  the standard deviation of its weights over an image's patches, over their mean
+  correlation  of a patch's weight with its token loss: negative if costly patches get less weight
+  silhouette   how well the experts separate the tokens: 1 well, 0 not at all"""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -203,8 +208,8 @@ def report(numbers: dict):
     """Prints a line: what one checkpoint's expert 0 does in the block that is shown."""
     found = shown_numbers(numbers)
     said = [f"{name} {np.ravel(found[name])[0]:.3f}" for name in (
-        "correlation", "dispatch_cv", "silhouette") if name in found]
-    print(f"{numbers['checkpoint']}: block {numbers['block']}, expert 0: {', '.join(said)}")
+        "dispatch_cv", "correlation", "silhouette") if name in found]
+    print(f"{numbers['checkpoint']}, block {numbers['block']}: {', '.join(said)}")
 
 
 # ----------------------------------------------------------------------------- pictures
@@ -212,16 +217,19 @@ def report(numbers: dict):
 def draw_heatmaps(models: list[dict], experts: int, path: Path):
     """A row of images, then a row for each expert of each model: its weights over the images.
 
-    Each model has a scale of colors of its own, which its title names. Red patches have more than
-    the uniform weight, blue ones less. The scale leaves out the 1 % of the patches whose weights
-    are furthest from uniform, because few of them would make all others pale. It reaches at least
-    10 % up and down, so that weights which hardly vary are pale.
+    Red patches have more than the uniform weight, blue ones less. All rows have one scale of
+    colors, so that weights which hardly vary are pale beside others. The scale leaves out the 1 %
+    of the patches whose weights are furthest from uniform, because few of them would make all
+    others pale. It reaches at least 10 % up and down, so that rows may all be pale.
     """
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
     images = models[0]["images"].permute(0, 2, 3, 1).numpy()                        # [M, S, S, 3]
     height, width = images.shape[1:3]
     shown = [model["weights"][..., :experts].numpy() for model in models]
+    far = np.concatenate([abs(weights - 1).ravel() for weights in shown])
+    half = max(0.1, np.quantile(far, 0.99))
+    scale = TwoSlopeNorm(1, max(0.0, 1 - half), 1 + half)
     rows = 1 + sum(weights.shape[2] for weights in shown)
     figure = Figure(figsize=(1.3 * len(images) + 1.2, 1.35 * rows), layout="constrained")
     axes = figure.subplots(rows, len(images), squeeze=False,
@@ -230,22 +238,20 @@ def draw_heatmaps(models: list[dict], experts: int, path: Path):
         axis.imshow(image)
     row = 1
     for model, weights in zip(models, shown):
-        half = max(0.1, np.quantile(abs(weights - 1), 0.99))
-        low, high = max(0.0, 1 - half), 1 + half
         side = math.isqrt(weights.shape[1])
         own = axes[row:row + weights.shape[2]]
         row += weights.shape[2]
-        title = f"{model['numbers']['name']}: {low:.2f} to {high:.2f} times the uniform weight"
+        title = (f"{model['numbers']['name']}: weights from {weights.min():.2f} to "
+                 f"{weights.max():.2f}")
         own[0, (len(images) - 1) // 2].set_title(plain(title), fontsize="medium")
         for expert, line in enumerate(own):
             line[0].set_ylabel(f"expert {expert}")
             for axis, values, image in zip(line, weights[..., expert], images):
-                axis.imshow(image.mean(-1), cmap="gray", vmin=0, vmax=255)
+                axis.imshow(image.mean(-1), cmap="gray", vmin=-255, vmax=255)      # pale
                 colors = axis.imshow(values.reshape(side, side), cmap="coolwarm", alpha=0.65,
-                                     norm=TwoSlopeNorm(1, low, high),
-                                     extent=(0, width, height, 0))
-        bar = figure.colorbar(colors, ax=own, label="weight / uniform")
-        bar.ax.locator_params(axis="y", nbins=5)
+                                     norm=scale, extent=(0, width, height, 0))
+    bar = figure.colorbar(colors, ax=axes[1:], label="weight / uniform weight", shrink=0.5)
+    bar.ax.locator_params(axis="y", nbins=5)
     figure.savefig(path, dpi=90)
 
 
@@ -257,15 +263,19 @@ def draw_blocks(models: list[dict], experts: int, path: Path):
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
-    panels = {"silhouette": "silhouette", "entropy": "dispatch entropy (nats)",
-              "dispatch_cv": "coefficient of variation", "cls_share": "[CLS] share"}
+    panels = {      # title, what the axis says, and its lower end
+        "silhouette": ("silhouette of tokens by expert", "1: separated, 0: mixed", -1),
+        "entropy": ("entropy of dispatch weights", "nats, at most ln(tokens)", 0),
+        "dispatch_cv": ("variation over patches", "standard deviation / mean", 0),
+        "cls_share": ("dispatch weight of [CLS]", "share, 1 / tokens if uniform", 0)}
     blocks = sorted({row["block"] for model in models for row in model["numbers"]["blocks"]})
     several = len(models) > 2
     shades = colormaps["viridis"](np.linspace(0, 0.9, len(models)))
     figure = Figure(figsize=(14, 3.2), layout="constrained")
     axes = figure.subplots(1, len(panels))
-    for axis, (name, panel) in zip(axes, panels.items()):
-        axis.set(title=panel, xlabel="block", xticks=blocks)
+    for axis, (name, (title, unit, low)) in zip(axes, panels.items()):
+        axis.set(xlabel="Soft-MoE block", xticks=blocks, ylabel=unit)
+        axis.set_title(title, fontsize="medium")
         for i, model in enumerate(models):
             rows = model["numbers"]["blocks"]
             values = np.array([np.atleast_1d(row[name]) for row in rows])      # [blocks, E or 1]
@@ -278,6 +288,7 @@ def draw_blocks(models: list[dict], experts: int, path: Path):
                 axis.plot([row["block"] for row in rows], line,
                           "--s" if i == 1 and not several else "-o", color=color,
                           label=plain(f"{model['numbers']['name']}, expert {expert}"))
+        axis.set_ylim(low, 1 if name == "silhouette" else 1.05 * axis.dataLim.ymax)
     lines = axes[1].lines
     figure.legend(handles=lines, loc="outside right center", ncols=math.ceil(len(lines) / 16),
                   fontsize=8)
@@ -305,7 +316,7 @@ def draw_correlation(models: list[dict], path: Path):
         found = shown_numbers(model["numbers"])
         title = "{name}: r = {correlation:.2f}, cv {dispatch_cv[0]:.2g}".format(**found)
         axis.set(title=plain(title), xlabel="expert 0's dispatch weight / uniform weight",
-                 ylabel="token loss")
+                 ylabel="token loss (Eq. 1)")
     figure.savefig(path, dpi=90)
 
 
@@ -313,6 +324,7 @@ def main(args) -> list[dict]:
     """-> the numbers of routing.json, one dict for each checkpoint"""
     process = common.Process(args)
     models = []
+    print(LEGEND)
     for path in args.checkpoints:
         models.append(measure(path, args, process))      # one encoder at a time is in memory
         report(models[-1]["numbers"])
