@@ -70,7 +70,7 @@ import run
 import segment
 import supervised
 from encoders import build_frozen
-from experiments import control, control_tables, results
+from experiments import compare, control, control_tables, results
 from shapes import Shapes
 
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
@@ -4677,6 +4677,80 @@ def test_the_controls_tables_and_picture_show_the_sets_that_are_finished(toy_row
         bars = {each.kwargs["label"]: each.args[1] for each in axis.bar.call_args_list}
         assert bars == pytest.approx({arm: plain_gains(toy_rows, "flat", arm, part).mean()
                                       for arm in ("oracle", "softmin", "routed")})
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """Stages that compare.py starts only write the last lines of their files -> (their names and
+    flags, the lines of students by arm and seed: epoch, token loss and k-NN accuracy)
+    """
+    started, scores = [], {}
+    rng = np.random.default_rng(5)
+    for arm, seed in itertools.product(compare.ARMS, range(3)):
+        scores[f"{arm}-{seed}"] = [3.0, *rng.normal([0.1 * seed, 10 * seed], [0.01, 1]).tolist()]
+        scores[f"{arm}-{seed}"][2] += 50 * (arm == "uniform")      # which no seed can explain
+
+    def pretend(command):
+        name = Path(command[1]).stem
+        args = SCRIPTS[name].parse_args(command[2:])
+        started.append((name, args))
+        if name == "pretrain":
+            Path(args.out).mkdir()
+            epoch, token, _ = scores[Path(args.out).name]
+            line = {"epoch": epoch} | ({"token": 9.0, "token_unweighted": token} if args.experts
+                                       else {"token": token})
+            write_text(Path(args.out, "log.jsonl"), json.dumps(line) + "\n")
+        if name == "knn":
+            for folder in map(os.path.dirname, args.encoders[1:]):
+                row = {"top1": scores[Path(folder).name][2]}
+                write_text(Path(folder, "knn.jsonl"), json.dumps(row) + "\n")
+        return Mock(returncode=0)
+    monkeypatch.setattr(compare, "subprocess", Mock(run=pretend))
+    return started, scores
+
+
+def test_the_comparison_pairs_students_with_and_without_a_router_by_seed(pretended, tmp_path,
+                                                                         capsys):
+    started, scores = pretended
+    compare.main(*compare.parse_args(["--data", "x", "--out", str(tmp_path), "--epochs", "3"]))
+    (taught, teacher), *students, (measured, knn_args) = started
+    assert (taught, teacher.epochs, measured, len(students)) == ("finetune", 20, "knn", 12)
+    assert {(args.seed, args.experts, args.loss_weights, args.detach, *args.entropy_weight)
+            for _, args in students} == {
+        (seed, *arm) for seed in range(3) for arm in (
+            (0, "dispatch", False, 5.0), (2, "uniform", False, 0.05),
+            (2, "dispatch", True, 0.05), (2, "dispatch", False, 0.05))}
+    for _, args in students:
+        assert (args.epochs, args.teacher) == (3, f"{teacher.out}/last.pt")
+    assert sorted(knn_args.encoders) == sorted(
+        f"{args.out}/last.pt" for _, args in started[:-1])
+
+    *tables, verdict = capsys.readouterr().out.split("\n\n")[1:]
+    for which, table, accuracy in zip((1, 2), tables, (1e-4, 0.1)):
+        values = {arm: np.array([scores[f"{arm}-{seed}"][which] for seed in range(3)])
+                  for arm in compare.ARMS}
+        for row in table.splitlines()[1:]:
+            arm, *_, mean, difference, _, half = row.split()
+            less = values[arm] - values["none"]
+            assert [float(mean), float(difference), float(half)] == pytest.approx(
+                [values[arm].mean(), less.mean(), 4.3027 * less.std(ddof=1) / 3 ** 0.5],
+                abs=0.6 * accuracy)      # 4.3027 is Student's t of two degrees of freedom
+    assert [arm for arm in compare.ARMS if arm in verdict] == ["uniform"]
+
+
+def test_the_comparison_ends_where_a_stage_fails_or_a_run_is_not_complete(pretended, tmp_path,
+                                                                          monkeypatch, capsys):
+    _, scores = pretended
+    scores["routed-1"][0] = 2.5      # of three epochs
+    argv = ["--data", "x", "--teacher", "timm/test_vit/random", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        compare.main(*compare.parse_args(argv))
+    assert "±" not in capsys.readouterr().out
+    failing = Mock(return_value=Mock(returncode=2))
+    monkeypatch.setattr(compare, "subprocess", Mock(run=failing))
+    with pytest.raises(SystemExit, match="2"):
+        compare.main(*compare.parse_args(argv))
+    failing.assert_called_once()
 
 
 # -------------------------------------------------------------------------------- pages
