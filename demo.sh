@@ -1,9 +1,8 @@
 #!/bin/sh
-# The whole pipeline on images that are drawn on the fly: a teacher, pretraining, k-NN of the
-# teacher and before and after, curves, heatmaps of every epoch.
+# The whole pipeline on synthetic images, which it draws itself.
 # Extra arguments go to pretraining, whose folder then has their name: sh demo.sh --epochs 8
 set -e
-small="--data shapes --model vit_nano --image-size 48 --patch-size 6 --batch-size 64 --epochs 4 --warmup-epochs 1
+small="--data shapes-noise --model vit_nano --image-size 48 --patch-size 6 --warmup-epochs 1
        --lr 2e-3 --drop-path 0 --amp off"
 out=runs/demo$(printf %s "$*" | tr -cs 'a-zA-Z0-9.' -)
 before=
@@ -13,8 +12,22 @@ for word; do
     before=$word
 done
 
-python finetune.py $small --augment plain --layer-decay 1 --out runs/demo-teacher
-python pretrain.py $small --teacher runs/demo-teacher/last.pt --entropy-weight 0.5 --save-every 1 "$@" --out "$out"
-python knn.py runs/demo-teacher/last.pt "$out/epoch_0000.pt" "$out/last.pt" --data shapes --amp off
+echo "1 of 5: a teacher, trained from scratch on synthetic images and their labels"
+python finetune.py $small --batch-size 64 --epochs 2 --augment plain --layer-decay 1 \
+    --out runs/demo-teacher
+
+echo "2 of 5: pretraining a student with two experts, without labels"
+python pretrain.py $small --batch-size 32 --epochs 4 --teacher runs/demo-teacher/last.pt \
+    --entropy-weight 0.03 --save-every 1 "$@" --out "$out"
+
+echo "3 of 5: k-NN of the teacher, the student before pretraining, and the student after it"
+python knn.py runs/demo-teacher/last.pt "$out/epoch_0000.pt" "$out/last.pt" --amp off
+
+echo "4 of 5: curves of the student's log"
 python plot.py "$out"
+
+echo "5 of 5: what the router learned, before pretraining and after each epoch"
 python analyze.py "$out"/epoch_*.pt --images 50 --amp off
+
+echo "Open $out/heatmaps.png first. Red patches count more in the token loss, blue ones less:" \
+    "compare the shape, whose tokens are easy to predict, with the background, from row to row."
