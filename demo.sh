@@ -13,7 +13,7 @@ for word; do
 done
 
 echo "1 of 5: a teacher, trained from scratch on synthetic images and their labels"
-python finetune.py $small --batch-size 64 --epochs 2 --augment plain --layer-decay 1 \
+python finetune.py $small --batch-size 64 --epochs 2 --augment plain \
     --out runs/demo-teacher
 
 echo "2 of 5: pretraining a student with two experts, without labels"

@@ -4780,8 +4780,8 @@ def test_the_readmes_example_has_the_gradients_that_it_says(capsys):
     assert names["logits"].grad.abs().max() < 1e-7
 
 
-PROGRAMS = {re.search(r"import (SoftMoE|Explore|Router)", code)[1]: code
-            for code in blocks("README", "python") if "from model" in code}
+PROGRAMS = {found[1]: code for code in blocks("README", "python")
+            if (found := re.search(r"from model import (SoftMoE|Explore|Router)", code))}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -4877,11 +4877,18 @@ print(len(load_encoder({encoder!r}).blocks), tqdm.monitor_interval == before)
     assert (code, out) == (0, "4 True\n"), error
 
 
-def test_the_readme_loads_an_encoder(encoder):
+def test_the_readme_loads_an_encoder_and_sees_its_weights_on_a_photograph(encoder, tmp_path):
     code, = (code for code in blocks("README", "python") if "load_encoder" in code)
     names = {"images": torch.rand(3, 3, 40, 40)}
     exec(code.replace("runs/pretrain/epoch_0300.pt", encoder).replace("grid=14", "grid=5"), names)
     assert names["tokens"].shape == (3, 26, 96) and set(names["routing"]) == {1, 3}
+    code, = (code for code in blocks("README", "python") if "photo.jpg" in code)
+    Image.fromarray(PICTURE).save(tmp_path / "photo.jpg")
+    for old, new in (("photo.jpg", str(tmp_path / "photo.jpg")), ("224", "40"), ("[11]", "[3]"),
+                     ("14, 14", "5, 5"), ("197", "26")):
+        code = code.replace(old, new)
+    exec(code, names)
+    assert names["weights"].shape == (5, 5)
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")

@@ -43,7 +43,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[
 def plan(data: str, teacher: str | None, out: str, others: list[str]) -> list[list[str]]:
     """-> the commands of all stages, in their order"""
     commands = [] if teacher else [["finetune.py", "--data", data, *SMALL, "--augment", "plain",
-                                    "--layer-decay", "1", "--out", f"{out}/teacher"]]
+                                    "--out", f"{out}/teacher"]]
     teacher = teacher or f"{out}/teacher/last.pt"
     for arm, seed in RUNS:
         flags = [*SMALL, "--entropy-weight", "0.05", *others, *ARMS[arm].split(), "--data", data,
