@@ -4784,6 +4784,18 @@ PROGRAMS = {found[1]: code for code in blocks("README", "python")
             if (found := re.search(r"from model import (SoftMoE|Explore|Router)", code))}
 
 
+PROGRAMS["Router"] += """
+class Yours(torch.nn.Linear):
+    def forward(self, images, mask):
+        tokens = super().forward(images)
+        return tokens, tokens[:, 1:].square().mean(-1)
+
+routed = Routed(Yours(3, 96), 96)
+images, mask = torch.rand(4, 1 + 49, 3), (torch.rand(4, 49) < 0.75).float()
+routed(images, mask).backward()
+"""
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_readmes_programs_run_beside_copies_of_two_files_and_teach_the_router(name, tmp_path):
     for file in ("losses.py", "model.py"):
