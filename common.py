@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import datetime
-import inspect
 import json
 import math
 import os
@@ -91,7 +90,7 @@ def launch(main, args: argparse.Namespace):
     try:
         main(args)
     except (UserError, torch.OutOfMemoryError) as error:
-        line, *_ = str(error).splitlines()
+        line = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, torch.OutOfMemoryError):
             line = f"a smaller --micro-batch or --batch-size needs less memory: {line}"
         print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
@@ -282,22 +281,22 @@ class Process:
         """
         facts = facts | {flag(name): value for name, value in vars(args).items()
                          if name not in ("data", "out", "workers")}      # machines may have others
-        error = None
+        told = {"facts": facts, "error": None}
         if self.rank == 0:
             try:
                 act()
-            except UserError as raised:
-                error = str(raised)
-        answers = [(facts, error)]
+            except UserError as error:
+                told["error"] = str(error)
+        all_told = [told]
         if self.world > 1:
-            answers = [None] * self.world
-            dist.all_gather_object(answers, (facts, error))
-        (first, error), *others = answers
-        for rank, (other, _) in enumerate(others, start=1):
-            if changed := differences(first, other):
-                error = error or f"rank {rank} does not run what rank 0 runs: {changed}"
-        if error:
-            raise UserError(error)
+            all_told = [None] * self.world
+            dist.all_gather_object(all_told, told)
+        first = all_told[0]
+        for rank, other in enumerate(all_told):
+            changed = differences(first["facts"], other["facts"])
+            if first["error"] or changed:
+                raise UserError(first["error"]
+                                or f"rank {rank} does not run what rank 0 runs: {changed}")
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all processes, in place."""
@@ -308,11 +307,7 @@ class Process:
     def parallel(self, model: nn.Module) -> nn.Module:
         if self.world == 1:
             return model
-        # Buffers, such as batch normalization's, are not exchanged in each forward pass. In PyTorch
-        # 2.14, the argument for it has another name, and the old one prints a warning.
-        names = inspect.signature(DistributedDataParallel).parameters
-        sync = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-        return DistributedDataParallel(model, gradient_as_bucket_view=True, **{sync: False})
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def accumulating(self, model: nn.Module, last: bool):
         """A context: processes exchange their gradients in the last micro-step alone."""

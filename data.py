@@ -97,15 +97,14 @@ def walk(folder: str, parents: frozenset[str] = frozenset()):
         return
     try:
         with os.scandir(folder) as entries:
-            entries = sorted((entry for entry in entries
-                              if entry.name[0] != "." and entry.name != "__MACOSX"),
-                             key=lambda entry: entry.name)
+            found = sorted((entry.name, entry.is_dir()) for entry in entries
+                           if entry.name[0] != "." and entry.name != "__MACOSX")
     except FileNotFoundError:
         return
     except OSError as error:
         raise UserError(f"cannot list the folder {folder}: {error.strerror}") from error
-    folders = [entry.name for entry in entries if entry.is_dir()]
-    yield folder, folders, [entry.name for entry in entries if not entry.is_dir()]
+    folders = [name for name, is_folder in found if is_folder]
+    yield folder, folders, [name for name, is_folder in found if not is_folder]
     for name in folders:
         yield from walk(os.path.join(folder, name), parents | {here})
 

@@ -139,10 +139,11 @@ def convert(file: dict, path: str | Path, heads: int | None) -> dict:
     experts = phis[moe_blocks[0]].numel() // dim if moe_blocks else 0
     for i in range(depth):
         convert_block(state, f"blocks.{i}.", dim, experts)
+    beside = read_config(path)
     config = dict(image_size=grid * patch_size, patch_size=patch_size, dim=dim, depth=depth,
-                  heads=heads or find_heads(file, path, dim), experts=experts,
+                  heads=heads or find_heads(file, beside, path, dim), experts=experts,
                   moe_blocks=moe_blocks)
-    compare_normalization(path)
+    compare_normalization(beside, path)
     model = {f"encoder.{name}": x for name, x in state.items()}
     return {"model": model, "encoder": config, "args": {}}
 
@@ -152,20 +153,19 @@ def find_encoder(file: dict, path: str | Path) -> dict[str, Tensor]:
     authors' release, without a prefix. Prints its place if the file has several encoders. Raises
     ValueError.
     """
-    order = [key for key in STATE_DICTS if key in file] + list(file)
-    states = {key: file[key] for key in order if isinstance(file[key], dict)} | {"": file}
-    found = []      # the place of each encoder: (key of its state dict, prefix)
-    for key, state in states.items():
-        prefixes = [name.removesuffix(PATCH_EMBED) for name in state
-                    if f".{name}".endswith(f".{PATCH_EMBED}")]
-        found += [(key, prefix) for prefix in sorted(prefixes, key=preference)]
-    if not found:
+    states = {key: x for key, x in file.items() if isinstance(x, dict)} | {"": file}
+    places = [(key, name.removesuffix(PATCH_EMBED)) for key, state in states.items()
+              for name in state if f".{name}".endswith(f".{PATCH_EMBED}")]
+    if not places:
+        largest = max(states.values(), key=len)
         raise ValueError("neither an ExPLoRe checkpoint nor a ViT with timm's names: "
-                         + no_such_tensor(PATCH_EMBED, states[[*states][0]]))
-    if len(found) > 1:
-        names = [" ".join(filter(None, place)) for place in found]
+                         + no_such_tensor(PATCH_EMBED, largest))
+    rank = {key: i for i, key in enumerate(STATE_DICTS)}
+    places.sort(key=lambda place: (rank.get(place[0], len(rank)), preference(place[1])))
+    if len(places) > 1:
+        names = [" ".join(filter(None, place)) for place in places]
         note(f"{path}: takes {names[0]} of its encoders {', '.join(names)}")
-    key, prefix = found[0]
+    key, prefix = places[0]
     state = {name.removeprefix(prefix).replace("_orig_mod.", ""): x
              for name, x in states[key].items()
              if name.startswith(prefix) and isinstance(x, Tensor)}
@@ -186,7 +186,7 @@ def no_such_tensor(name: str, state: dict) -> str:
     return f"no tensor {name!r} among {len(names)}" + (f", such as {names[0]!r}" if names else "")
 
 
-def find_heads(file: dict, path: str | Path, dim: int) -> int:
+def find_heads(file: dict, config: dict, path: str | Path, dim: int) -> int:
     """The number of attention heads. Weights have the same shapes for any number, so it comes from
     the release's configuration or from a name of timm's that the file or the config.json beside it
     has; else it is assumed, and a line says so.
@@ -195,10 +195,9 @@ def find_heads(file: dict, path: str | Path, dim: int) -> int:
         return file["config"]["model"]["student"]["num_heads"]
     if dim == 384 and file.get("arch") == "vit_small":
         return 12      # MoCo v3's trainers write this; DINO's vit_small has 6, and no "arch"
-    args = file.get("args") or {}
-    args = args if isinstance(args, dict) else vars(args)
-    names = [file.get("arch"), args.get("model"), args.get("arch"),
-             read_config(path).get("architecture")]
+    args = file.get("args")
+    args = args if isinstance(args, dict) else getattr(args, "__dict__", {})
+    names = [file.get("arch"), args.get("model"), args.get("arch"), config.get("architecture")]
     for name in filter(None, names):
         import timm
         if timm.is_model(str(name)):
@@ -216,13 +215,14 @@ def find_heads(file: dict, path: str | Path, dim: int) -> int:
 def read_config(path: str | Path) -> dict:
     """The config.json of timm beside a file, or {}"""
     with contextlib.suppress(OSError, ValueError):
-        return json.loads(Path(path).with_name("config.json").read_text())
+        config = json.loads(Path(path).with_name("config.json").read_text())
+        return config if isinstance(config, dict) else {}
     return {}
 
 
-def compare_normalization(path: str | Path):
-    """Prints a line if the config.json beside a file of timm's has another mean than ImageNet's."""
-    mean = tuple(read_config(path).get("pretrained_cfg", {}).get("mean", IMAGENET_MEAN))
+def compare_normalization(config: dict, path: str | Path):
+    """Prints a line if timm's config.json beside a file has another mean than ImageNet's."""
+    mean = tuple((config.get("pretrained_cfg") or {}).get("mean", IMAGENET_MEAN))
     if mean != IMAGENET_MEAN:
         note(f"{path}: its config.json has the mean {mean}, and it gets ImageNet's; as a frozen "
              f"encoder, timm/local-dir:{Path(path).parent} has its own")

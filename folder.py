@@ -25,51 +25,45 @@ FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "recompute", "
 class RunFolder:
     """The folder `path` of a run, once `claim` has been called.
 
-    args.json holds the run's record: flags, the number of images, and the origin (`find_origin`).
+    args.json tells people about the run: its flags, the number of images, and its origin. last.pt
+    has what a resumed run compares.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.log = None      # log.jsonl, open and locked
 
-    def claim(self, record: dict):
+    def claim(self):
         """Makes the folder and locks it for this process. Changes nothing that is there. Raises
-        UserError if another process has the lock, or if the folder holds another run than
-        `record` or models that this run would write over.
+        UserError if another process has the lock, or if the folder holds models that this run
+        would write over.
         """
         common.make_folder(self.path)
         models = [file.name for file in self.path.glob("*.pt") if file.name != "epoch_0000.pt"]
         if models and "last.pt" not in models:
             raise UserError(f"{self.path} has {min(models)} and no last.pt to resume from: give "
                             "another --out")
-        known = self.read_record()
-        changed = common.differences(settings(known), settings(record)) if known else ""
-        if changed:
-            raise UserError(f"{self.path} holds another run, so give another --out: {changed}")
-        self.log = open(self.path / "log.jsonl", "ab")      # noqa: SIM115
+        with naming(self.path / "log.jsonl"):
+            self.log = open(self.path / "log.jsonl", "ab")      # noqa: SIM115
         # a POSIX lock ends with this process, even if its workers outlive it
         try:
             fcntl.lockf(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except (BlockingIOError, PermissionError):
             raise UserError(f"{self.path}: another process trains in this folder") from None
         except OSError:      # the file system has no locks
             pass
-
-    def read_record(self) -> dict | None:
-        """The content of args.json, or None if it is not there."""
-        file = self.path / "args.json"
-        return json.loads(file.read_text()) if file.exists() else None
 
     def start(self, record: dict, process: Process, log_bytes: int):
         """Writes args.json, and cuts the log to the length that last.pt knows, so that a run that
         was killed logs each step once. If the origin has changed, prints how.
         """
-        origin, known = find_origin(process), self.read_record()
-        if known and (changed := common.differences(known["origin"], origin)):
+        file, origin = self.path / "args.json", find_origin(process)
+        known = json.loads(file.read_text())["origin"] if file.exists() else {}
+        if changed := common.differences(known, origin):
             common.note(f"{self.path} goes on: {changed}")
         text = json.dumps(record | {"origin": origin}, indent=1)
         self.write("args.json", lambda file: file.write(text.encode()))
-        self.log.truncate(min(log_bytes, self.log.tell()))
+        self.log.seek(self.log.truncate(min(log_bytes, self.log.tell())))
 
     def append(self, line: dict):
         """Appends a line to log.jsonl. Raises UserError if the disk is full."""

@@ -18,6 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# The expert that weights each loss of patches (Table 1)
+EXPERTS = {"token": 0, "pixel": 1}
+
 
 def token_loss(pred: Tensor, target: Tensor) -> Tensor:
     """Eq. 1 before the mean over patches: Huber (beta 1), mean over features.
@@ -198,24 +201,25 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         selected = torch.ones_like(patch_targets[..., 0])
 
     routing, weights = None, None
-    if blocks := list(pred.routing)[-1:] if loss_block is None else loss_block:
+    blocks = list(pred.routing)[-1:] if loss_block is None else loss_block
+    if blocks:
         routing = {kind: torch.stack([getattr(pred.routing[block], kind) for block in blocks])
                    for kind in ("dispatch", "combine")}                   # [L, B, T, E] each
         if loss_weights != "uniform":
             weights = routing[loss_weights].mean(0)                       # [B, T, E]
 
-    # what each patch costs, which patches count, and which expert weights them
-    patch_losses = {}
+    patch_losses = {}      # what each patch costs, and which patches count
     if "token" in objectives:
-        patch_losses["token"] = token_loss(tokens[:, prefix:], patch_targets), selected, 0
-    if "pixel" in objectives:      # sparse encoding: no router sees a masked patch
-        patch_losses["pixel"] = (pixel_loss(pred.pixels.float(), images), masked,
-                                 1 if dense else None)
+        patch_losses["token"] = token_loss(tokens[:, prefix:], patch_targets), selected
+    if "pixel" in objectives:
+        patch_losses["pixel"] = pixel_loss(pred.pixels.float(), images), masked
 
-    metrics = {}      # the losses, and what the log shows beside them
+    metrics = {}           # the losses, and what the log shows beside them
     if "cls" in objectives:
         metrics["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
-    for name, (patch_loss, counts, expert) in patch_losses.items():
+    for name, (patch_loss, counts) in patch_losses.items():
+        # in sparse encoding, no router sees a masked patch
+        expert = EXPERTS[name] if dense or counts is selected else None
         metrics[name], beside = coupled_loss(patch_loss, counts, weights, expert,
                                              kind=loss_weights, detach=detach, prefix=prefix)
         metrics |= {f"{name}_{key}": value for key, value in beside.items()}

@@ -18,7 +18,7 @@ import optim
 from balance import GradNorm, ObjectiveWeights, RandomLossWeighting
 from common import fraction, non_negative, non_negative_int, positive_int
 from encoders import build_frozen
-from losses import explore_losses
+from losses import EXPERTS, explore_losses
 from model import DECODER, PRESETS, Explore, build_vit, normalize
 from run import Run
 
@@ -130,9 +130,12 @@ def find_contradiction(parser: argparse.ArgumentParser, args: argparse.Namespace
         return f"{rate[0]} needs --balance gradnorm"
     if len(args.entropy_weight) > max(1, args.experts):
         return f"--entropy-weight has {len(args.entropy_weight)} values for {args.experts} experts"
-    dense_pixel = args.encoding == "dense" and "pixel" in objectives
-    if dense_pixel and args.experts == 1 and args.loss_weights != "uniform":
-        return "--experts 1: expert 1 weights the pixel loss, so there must be 2"
+    weighted = {name: expert for name, expert in EXPERTS.items() if name in objectives
+                and (name != "pixel" or args.encoding == "dense")}
+    last = max(weighted, key=weighted.get)
+    if args.loss_weights != "uniform" and 0 < args.experts <= weighted[last]:
+        return (f"--experts {args.experts}: expert {weighted[last]} weights the {last} loss, so "
+                f"there must be {weighted[last] + 1}")
     if args.loss_weights == "combine" and args.experts == 1:
         return "--loss-weights combine needs 2 experts: the combine weights of one are all 1"
     try:      # "meta" tensors take no memory

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import common
 from common import Process, UserError
-from folder import RunFolder
+from folder import RunFolder, settings
 
 LOG_EVERY = 20      # steps
 
@@ -41,6 +41,7 @@ class Run:
         self.args, self.process, self.folder = args, process, RunFolder(args.out)
         self.model_name, self.encoder_config = model_name, encoder_config
         self.image_count, self.classes = image_count, classes
+        self.record = {"args": vars(args), "images": image_count}
         self.keeps, self.shown = keeps, shown
         self.total, self.epoch_steps, self.micro_steps = steps, epoch_steps, micro_steps
         # steps between two evaluations or kept checkpoints, and between two last.pt
@@ -73,13 +74,13 @@ class Run:
 
         All processes agree before the first step. Raises UserError.
         """
-        record = {"args": vars(self.args), "images": self.image_count}
         facts = common.describe_data(self.image_count, self.classes)
-        self.process.agree(self.args, facts, act=lambda: self.folder.claim(record))
+        self.process.agree(self.args, facts, act=self.folder.claim)
         first = self.load_last()
-        self.process.agree(self.args, {"the step of last.pt": first})
+        self.process.agree(self.args, {"the step of last.pt": first,
+                                       "the step of its evaluation": self.evaluated_step})
         if self.process.rank == 0:
-            self.folder.start(record, self.process, self.log_bytes)
+            self.folder.start(self.record, self.process, self.log_bytes)
         if self.keeps and first == 0:
             self.save("epoch_0000.pt", 0)
         if first == 0:      # shows that there is space before the work begins
@@ -98,6 +99,9 @@ class Run:
             return 0
         try:      # mapped into memory: not each process reads all of it at once
             state = torch.load(last, map_location="cpu", weights_only=True, mmap=True)
+            if changed := common.differences(settings(state), settings(self.record)):
+                raise UserError(f"{self.args.out} holds another run, so give another --out: "
+                                f"{changed}")
             for name, part in self.parts.items():
                 # the scale of one precision means nothing to another
                 if name != "scaler" or state["amp"] == str(self.process.amp):
@@ -107,9 +111,9 @@ class Run:
             return int(state["step"])
         except OSError as error:
             raise UserError(f"{last}: {error.strerror}") from error
-        except torch.OutOfMemoryError:      # the file is whole
+        except (UserError, torch.OutOfMemoryError):      # the file is whole
             raise
-        except Exception as error:          # each kind of damage has its own
+        except Exception as error:                       # each kind of damage has its own
             raise UserError(f"cannot resume from {last}: {type(error).__name__}: {error}"
                             ) from error
 
@@ -212,7 +216,10 @@ class Run:
             self.save("best.pt", done)
         self.write_line({"step": done, "epoch": done / self.epoch_steps} | scores)
         self.save("last.pt", done, *self.parts)
-        self.start_clock(done)
+        said = ", ".join(f"{name} {value:.2f}%" for name, value in scores.items())
+        self.say(f"step {done} of {self.total}: {said}")
+        if self.last_line:      # else the first step, which compiles, is still to come
+            self.start_clock(done)
 
     def start_clock(self, done: int):
         """Measures the speed from here, so that evaluating and saving do not count."""
@@ -277,10 +284,10 @@ class Run:
         if not finite(state):
             raise UserError(f"step {done}: the model or the optimizer holds a NaN or infinity, "
                             f"and {name} is not written")
-        state |= {"encoder": self.encoder_config, "args": vars(self.args),
-                  "amp": str(self.process.amp), "step": done, "epoch": done / self.epoch_steps,
-                  "best": self.best_scores, "evaluated_step": self.evaluated_step,
-                  "log_bytes": self.folder.log.tell()}
+        state |= self.record | {
+            "encoder": self.encoder_config, "amp": str(self.process.amp), "step": done,
+            "epoch": done / self.epoch_steps, "best": self.best_scores,
+            "evaluated_step": self.evaluated_step, "log_bytes": self.folder.log.tell()}
         self.folder.write(name, lambda file: torch.save(state, file))
 
     def report(self):

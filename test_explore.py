@@ -2899,7 +2899,6 @@ def test_a_run_is_known_from_its_first_step_on(stage, monkeypatch, tmp_path, cap
     monkeypatch.setattr(metadata, "version", lambda name, version=metadata.version:
                         "9.9" if name == "timm" else version(name))
     state, _ = train([*argv, "--max-steps", "2"])
-    assert "images" not in state
     last = next(each for each in loads if each.args[0] == folder / "last.pt")
     assert last.kwargs["mmap"]      # four processes do not read 22 GB each
     assert f"timm was {origin['timm']}, is 9.9" in capsys.readouterr().err
@@ -2936,7 +2935,6 @@ def test_a_run_that_is_started_twice_works_once_and_goes_on_when_the_first_is_ki
         time.sleep(0.01)
     folder = str(tmp_path / "run")
     assert folder in refusal(capsys, name, *stage(name))
-    assert "--seed was 42, is 7" in refusal(capsys, name, *stage(name, "--seed 7"))
     if name == "pretrain" and loopback():      # both processes of another job end
         for two in start_two("pretrain.py", *[stage(name, "--batch-size 8")] * 2):
             code, _, error = finish(two)
