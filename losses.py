@@ -1,14 +1,14 @@
 """The losses of ExPLoRe: what each patch costs, and how much it counts.
 
-This file needs nothing but torch. From the top: what each patch costs (Eq. 1 to 3), how much it
-counts (Eq. 5), what regularizes the routers (Eq. 6 and 7), and `explore_losses`, which computes all
-of this for a student. The caller weights the losses by w and adds the regularizer (Eq. 8). The
-printed Eq. 8 divides a weighted loss by the number of patches; this file divides it by the sum of
-the weights, as Eq. 5 does.
+The order is the paper's: the loss of each patch (Eq. 1 to 3), the weighted mean over patches
+(Eq. 5), the router regularizer (Eq. 6 and 7), and `explore_losses`, which computes all of them for
+a student. The training loop weights the losses by w and adds the regularizer (Eq. 8). The paper
+prints Eq. 8 with weighted losses divided by the number of patches; this file divides them by the
+sum of the weights, as Eq. 5 does. It needs nothing but torch.
 
-Shapes: B images, N patches, V visible patches, T tokens of the student with [CLS] first, E experts,
-D features, K objectives. Patch losses and weights are [B, N], or [B, V] for the visible patches
-alone, as for the token loss in sparse encoding.
+Shapes: B images, N patches, V visible patches, T student tokens with [CLS] first, E experts,
+D features, K objectives. Patch losses and weights are [B, N], or [B, V] if only visible patches
+have a loss, such as the token loss in sparse encoding.
 """
 
 import math
@@ -23,34 +23,40 @@ EXPERTS = {"token": 0, "pixel": 1}
 
 
 def token_loss(pred: Tensor, target: Tensor) -> Tensor:
-    """Eq. 1 before the mean over patches: Huber (beta 1), mean over features.
+    """The token loss of each patch: Eq. 1 without its mean over patches.
 
-    pred [B, N, D], target [B, N, D] -> [B, N]; targets are layer-normalized here.
+    pred [B, N, D], target [B, N, D] -> [B, N]. It is the Huber loss with beta 1, averaged over
+    features. The function layer-normalizes the targets.
     """
     target = F.layer_norm(target, target.shape[-1:])
-    # unlike F.huber_loss, F.smooth_l1_loss takes half-precision predictions of float32 targets
+    # not F.huber_loss, which rejects half-precision predictions of float32 targets
     return F.smooth_l1_loss(pred, target, reduction="none", beta=1.0).mean(-1)
 
 
 def cls_loss(pred: Tensor, target: Tensor) -> Tensor:
-    """Eq. 2: one minus the cosine of two [CLS] tokens, [B, D] each -> scalar"""
+    """The [CLS] loss, Eq. 2: one minus the cosine similarity, averaged over images.
+
+    pred [B, D], target [B, D] -> scalar
+    """
     return 1 - F.cosine_similarity(pred, target, dim=-1).mean()
 
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
-    """images [B, C, H, W] -> patches [B, N, P], with P = C * patch_size ** 2 pixels in the order
-    (channel, y, x); MAE's order is (y, x, channel). Duplicated in model.py, so that you can copy
-    either file without the other.
+    """Cuts images [B, C, H, W] into flat patches [B, N, P], where P = C * patch_size ** 2.
+
+    The pixels of a patch are in the order (channel, y, x); MAE's order is (y, x, channel). model.py
+    has this function, too, so that you can copy either file without the other.
     """
     return F.pixel_unshuffle(images, patch_size).flatten(2).transpose(1, 2).contiguous()
 
 
 def pixel_loss(pred: Tensor, images: Tensor) -> Tensor:
-    """Eq. 3 before the mean over patches: squared error, *mean* over pixels.
+    """The pixel loss of each patch: Eq. 3 without its mean over patches.
 
     pred [B, N, P], with P as in `patchify`, images [B, C, H, W] -> [B, N]; the patch size follows
-    from P. Target patches have zero mean and unit variance (unbiased, plus 1e-6). The paper prints
-    the sum over pixels; its values of w_pixel, 1, 0.1 and 0.01, fit the mean.
+    from P. Each target patch is normalized to zero mean and unit variance (unbiased, plus 1e-6).
+    The squared error is averaged over pixels. The paper prints a sum over pixels, but its values
+    of w_pixel, 1, 0.1 and 0.01, fit the mean.
     """
     target = patchify(images, math.isqrt(pred.shape[-1] // images.shape[1]))
     std = (target.var(-1, keepdim=True) + 1e-6).sqrt()
@@ -59,13 +65,14 @@ def pixel_loss(pred: Tensor, images: Tensor) -> Tensor:
 
 
 def weighted_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
-    """Eq. 5, the heart of the paper: a weighted mean over each image's patches.
+    """The weighted mean of each image's patch losses, averaged over images: Eq. 5, the heart of the
+    paper.
 
-    patch_loss [B, N], weight [B, N] >= 0 -> scalar, the mean over images. An image whose weights
-    are all zero counts as a loss of zero, without a gradient. The derivative by a weight is
-    (loss - weighted mean) / sum of weights: descent takes weight from patches above the mean and
-    gives it to patches below. Without the division, a router could make the loss small by giving
-    its weight to tokens without a loss.
+    patch_loss [B, N], weight [B, N] >= 0 -> scalar. An image whose weights are all zero counts as
+    a loss of zero and gets no gradient. Within an image, the derivative with respect to a weight
+    is (loss - weighted mean) / sum of weights, so gradient descent moves weight from patches above
+    the mean to patches below it. Without the division, a router could make the loss small by
+    moving its weight to tokens that have no loss.
     """
     total = weight.sum(1)
     return ((weight * patch_loss).sum(1) / total.where(total > 0, 1)).mean()
@@ -73,15 +80,15 @@ def weighted_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
 
 def patch_weights(dispatch: Tensor, expert: int = 0, detach: bool = False,
                   prefix: int = 1) -> Tensor:
-    """The coupling: how much each patch counts in the loss that belongs to `expert`.
+    """The weight of each patch in the loss that `expert` is coupled to.
 
-    A router's dispatch weights [B, T, E] -> [B, T - prefix]. The first `prefix` tokens, such as
-    [CLS] and registers, have no patch loss. Where only some patches have a loss, multiply by their
-    mask [B, N]. Detached weights still weight the loss but send the router no gradient, which is
-    the paper's main ablation: the router then learns from the experts' outputs and from the
-    regularizer alone. In another ablation, combine weights take the place of `dispatch`.
+    dispatch [B, T, E], a router's dispatch weights -> [B, T - prefix]. The first `prefix` tokens,
+    such as [CLS] and registers, have no patch loss. If only some patches have a loss, multiply the
+    result by their mask [B, N]. Detached weights still weight the loss, but send the router no
+    gradient: it then learns only from the experts' outputs and from the regularizer. This is the
+    paper's main ablation. Another ablation passes combine weights as `dispatch`.
     """
-    # 1e-30: patches whose weights all underflow to 0 count alike
+    # 1e-30: if every weight underflows to 0, the patches count equally
     weight = dispatch[:, prefix:, expert] + 1e-30
     return weight.detach() if detach else weight
 
@@ -89,12 +96,16 @@ def patch_weights(dispatch: Tensor, expert: int = 0, detach: bool = False,
 def coupled_loss(patch_loss: Tensor, selected: Tensor, weights: Tensor | None = None,
                  expert: int | None = 0, *, kind: str = "dispatch", detach: bool = False,
                  prefix: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
-    """Eq. 5: the selected patches' mean loss, weighted by `expert` -> (loss, metrics)
+    """The mean loss of the selected patches, weighted by `expert` (Eq. 5) -> (loss, metrics)
 
-    patch_loss [B, N]; selected [B, N], 1 for patches that count and 0 for the others; weights
-    [B, T, E] of the given kind, "dispatch" or "combine". Without weights or expert, all selected
-    patches count alike. detach, prefix: see `patch_weights`. Metrics: `spread`, see `loss_spread`;
-    and, of a weighted loss, `unweighted`, the plain mean, and `ratio`, the loss over it.
+    patch_loss [B, N]
+    selected [B, N]: 1 for patches that count, 0 for the others
+    weights [B, T, E]: routing weights of this kind, "dispatch" or "combine"
+    detach, prefix: see `patch_weights`
+    If weights or expert is None, all selected patches count equally.
+
+    Metrics: `spread`, see `loss_spread`. A weighted loss also has `unweighted`, the plain mean, and
+    `ratio`, the weighted loss divided by the plain mean.
     """
     unweighted = weighted_mean(patch_loss, selected)
     metrics = {"spread": loss_spread(patch_loss.detach(), selected)}
@@ -109,10 +120,11 @@ def coupled_loss(patch_loss: Tensor, selected: Tensor, weights: Tensor | None = 
 
 
 def loss_spread(patch_loss: Tensor, selected: Tensor) -> Tensor:
-    """The standard deviation of the losses of an image's selected patches, mean over images.
+    """The standard deviation of the selected patches' losses in an image, averaged over images.
 
-    patch_loss [B, N], selected [B, N], 1 or 0 -> scalar. Where w (Eq. 8) weights the loss, weights
-    proportional to exp(-w loss / lambda) vary by about w * spread / lambda, over their mean.
+    patch_loss [B, N], selected [B, N], 1 or 0 -> scalar. If the loss has weight w (Eq. 8), router
+    weights proportional to exp(-w loss / lambda) have a standard deviation of about
+    w * spread / lambda, relative to their mean.
     """
     count = selected.sum(1).clamp_min(1)
     mean = (selected * patch_loss).sum(1) / count
@@ -120,42 +132,45 @@ def loss_spread(patch_loss: Tensor, selected: Tensor) -> Tensor:
 
 
 def dispatch_entropy(weights: Tensor) -> Tensor:
-    """Eq. 6: the entropy in nats of each expert's weights over all tokens, [CLS] included.
+    """The entropy of each expert's weights over all tokens, [CLS] included, in nats (Eq. 6).
 
-    weights [B, T, E] -> [E], the mean over images. Dispatch weights sum to 1 over tokens: their
-    entropy is ln(T) if they are uniform, and 0 if one token has all. In an ablation of the paper,
-    the same sum is taken over combine weights.
+    weights [B, T, E] -> [E], averaged over images. Dispatch weights sum to 1 over tokens, so their
+    entropy is ln(T) if they are uniform, and 0 if one token has all the weight. An ablation of the
+    paper takes the same sum over combine weights.
     """
     log = weights.clamp_min(torch.finfo(weights.dtype).tiny).log()     # 0 log 0 = 0
     return -(weights * log).sum(1).mean(0)
 
 
 def importance_loss(combine: Tensor) -> Tensor:
-    """Squared coefficient of variation of the experts' total combine weights.
+    """The squared coefficient of variation of the experts' total combine weights.
 
-    combine [B, T, E] -> scalar, over all images of the micro-batch. The paper names
-    dispatch weights, but their total is 1 for every expert and image, so there would be
-    nothing to penalize.
+    combine [B, T, E] -> scalar. An expert's total is over all tokens and images of the micro-batch.
+    The paper names dispatch weights, but every expert has a total dispatch weight of 1 in each
+    image, so there would be nothing to penalize.
     """
     total = combine.sum((0, 1))
     return total.var(unbiased=False) / total.mean().square()
 
 
 def dispatch_cv(dispatch: Tensor) -> Tensor:
-    """Coefficient of variation over patches, mean over images: [B, N, E] -> [E]"""
+    """The coefficient of variation of dispatch weights over patches, averaged over images.
+
+    dispatch [B, N, E] -> [E]
+    """
     return (dispatch.std(1, unbiased=False) / dispatch.mean(1)).mean(0)
 
 
 def router_regularizer(routing: dict[str, Tensor], lambdas: Tensor | float,
                        entropy_on: str = "dispatch", importance_weight: float = 0.0
                        ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Eq. 7, and the importance loss, mean over loss blocks -> (scalar, metrics)
+    """Eq. 7 plus the importance loss, averaged over loss blocks -> (scalar, metrics)
 
-    routing: the "dispatch" and the "combine" weights of L loss blocks, [L, B, T, E] each.
-    lambdas: one for each expert, [E], or one for all. entropy_on: the kind of weights in Eq. 6,
-    "dispatch" or, in an ablation, "combine".
+    routing: the "dispatch" and "combine" weights of L loss blocks, [L, B, T, E] each
+    lambdas: one per expert, [E], or one for all
+    entropy_on: the weights whose entropy Eq. 6 takes, "dispatch" or, in an ablation, "combine"
     """
-    entropy = dispatch_entropy(routing[entropy_on].flatten(0, 1))      # [E], blocks as more images
+    entropy = dispatch_entropy(routing[entropy_on].flatten(0, 1))      # [E], over L * B "images"
     entropy_loss = -(lambdas * entropy).sum()
     importance = torch.stack([importance_loss(combine) for combine in routing["combine"]]).mean()
     return entropy_loss + importance_weight * importance, {
@@ -169,23 +184,26 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
                    lambdas: Tensor | float = 5.0, entropy_on: str = "dispatch",
                    importance_weight: float = 0.0, prefix: int = 1
                    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The losses of Eq. 8, and what regularizes routers -> (losses [K], regularizer, metrics)
+    """The losses and the router regularizer of Eq. 8 -> (losses [K], regularizer, metrics)
 
-    pred: `model.Prediction`, or any object with its fields: tokens [B, T, D] in the teacher's
-    width; routing, {block: an object with `dispatch` and `combine`}; ids_keep, the indices [B, V]
-    of its patches in sparse encoding, and None in dense encoding; and, for "pixel" alone, pixels.
-    targets [B, 1 + N, D]: the teacher's tokens of the whole image. images [B, 3, S, S] in [0, 1],
-    for "pixel" alone. mask bool [B, N], True where masked. objectives: "token", "cls" and "pixel",
-    in the order of the losses.
-
-    loss_block: the MoE blocks whose routers give the weights and are regularized (default: the
-    last MoE block). loss_weights: "dispatch" or, in ablations of the paper, "combine" or "uniform".
-    lambdas, entropy_on: see `router_regularizer`. detach, prefix: see `patch_weights`; the prefix
-    counts the student's tokens.
+    pred: a `model.Prediction`, or any object with these fields: tokens [B, T, D], in the teacher's
+        width; routing, {block: an object with `dispatch` and `combine`}; ids_keep, the indices
+        [B, V] of the visible patches in sparse encoding, None in dense encoding; and pixels, which
+        only "pixel" needs
+    targets [B, 1 + N, D]: the teacher's tokens of the whole image
+    images [B, 3, S, S] in [0, 1]: only "pixel" needs them
+    mask bool [B, N]: True where masked
+    objectives: "token", "cls" and "pixel", in the order of the losses
+    loss_block: the MoE blocks whose routers weight the losses and are regularized (default: the
+        last MoE block)
+    loss_weights: "dispatch" or, in ablations of the paper, "combine" or "uniform"
+    lambdas, entropy_on: see `router_regularizer`
+    detach, prefix: see `patch_weights`; the prefix counts student tokens
 
     Metrics are detached: each loss by its name, and the metrics of `coupled_loss` as NAME_spread,
-    NAME_unweighted and NAME_ratio; with a router, entropy and dispatch_cv of its dispatch weights,
-    cls_share (the weight on [CLS]), entropy_loss and importance_loss.
+    NAME_unweighted and NAME_ratio. With a router, there are also entropy and dispatch_cv of its
+    dispatch weights, cls_share (the weight on [CLS]), entropy_loss and importance_loss.
+
     Raises ValueError if targets do not have 1 + N tokens.
     """
     if targets.shape[1] != 1 + mask.shape[1]:
@@ -193,9 +211,9 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
                          f"{1 + mask.shape[1]}")
     tokens, targets, masked = pred.tokens.float(), targets.float(), mask.float()
     dense = pred.ids_keep is None
-    if dense:      # masked patches have the token loss
+    if dense:      # the token loss is on the masked patches
         patch_targets, selected = targets[:, 1:], masked
-    else:          # visible patches have it, and the student sees no others
+    else:          # the student sees only visible patches, so the token loss is on these
         ids = pred.ids_keep[..., None].expand(len(targets), -1, targets.shape[2])
         patch_targets = targets[:, 1:].gather(1, ids)
         selected = torch.ones_like(patch_targets[..., 0])

@@ -1,7 +1,7 @@
 """The model of ExPLoRe: a ViT with Soft-MoE blocks, and the student around it.
 
-Needs nothing but torch. Shapes: B images, N patches, V visible patches, T = 1 + N or 1 + V
-tokens with [CLS] first, D width, E experts, H hidden width. A boolean `mask` is True where a
+This file needs nothing but torch. Shapes: B images, N patches, V visible patches, T = 1 + N or
+1 + V tokens with [CLS] first, D width, E experts, H hidden width. A boolean `mask` is True where a
 patch is masked.
 """
 
@@ -14,13 +14,13 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-# Mean and standard deviation of ImageNet's pixels in [0, 1] (red, green, blue), as torchvision
-# and timm have them.
+# Mean and standard deviation of ImageNet's pixels in [0, 1] (red, green, blue), the same as in
+# torchvision and timm.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
-# Width, depth and heads of ViT and DeiT; vit_nano is ours, for small images and CPUs. The paper has
-# vit_base, with patches of 16 pixels.
+# Width, depth and heads of ViT and DeiT. vit_nano is ours, for small images on CPUs. The paper's
+# model is vit_base with a patch size of 16.
 PRESETS = {
     "vit_nano": dict(dim=96, depth=4, heads=3),
     "vit_tiny": dict(dim=192, depth=12, heads=3),
@@ -33,23 +33,26 @@ DECODER = dict(dim=512, depth=8, heads=16)      # App. E
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether this parameter has weight decay. All have it, `phi` too, except biases (also the
-    experts' b1 and b2, which have two dimensions), norms, LayerScale, `scale`, position embeddings,
-    and [CLS], register and mask tokens, which are recognized by timm's names.
+    """Whether this parameter has weight decay.
+
+    All parameters have it, including `phi`, except biases (including the experts' b1 and b2, which
+    have two dimensions), norms, LayerScale, `scale`, position embeddings, and [CLS], register and
+    mask tokens, which are recognized by timm's names.
     """
     return parameter.ndim > 1 and not name.endswith((".b1", ".b2", "pos_embed", "_token"))
 
 
 def normalize(images: Tensor, mean=IMAGENET_MEAN, std=IMAGENET_STD) -> Tensor:
-    """Images [..., 3, H, W] in [0, 1] -> what the model takes: zero mean and unit variance"""
-    # numbers instead of tensors, because copying those to a GPU would make the host wait
+    """Normalizes images [..., 3, H, W] in [0, 1] to zero mean and unit variance, for the model."""
+    # Python floats, because copying tensors to a GPU would make the host wait
     channels = zip(images.unbind(-3), mean, std)
     return torch.stack([(x - m) / s for x, m, s in channels], dim=-3)
 
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
-    """images [B, C, H, W] -> patches [B, N, P], with P = C * patch_size ** 2 pixels in the order
-    (channel, y, x), the order of a convolution's weight.
+    """Cuts images [B, C, H, W] into flat patches [B, N, P], where P = C * patch_size ** 2.
+
+    The pixels of a patch are in the order (channel, y, x), like a convolution's weight.
     """
     return F.pixel_unshuffle(images, patch_size).flatten(2).transpose(1, 2)
 
@@ -57,34 +60,33 @@ def patchify(images: Tensor, patch_size: int) -> Tensor:
 # ----------------------------------------------------------------------------- Soft-MoE
 
 class Routing(NamedTuple):
-    """The weights that one router gives, both from the same logits (Eq. 4).
+    """The two kinds of weights that a router computes from the same logits (Eq. 4).
 
-    dispatch says how much each token gives to an expert's input, its slot, and sums to 1 over
-    tokens.
-    combine says how much of each expert's output a token takes, and sums to 1 over experts.
+    dispatch: how much each token contributes to an expert's input, its slot; sums to 1 over tokens
+    combine: how much each expert's output contributes to a token; sums to 1 over experts
     """
     dispatch: Tensor   # [B, T, E]
     combine: Tensor    # [B, T, E]
 
 
 class Router(nn.Module):
-    """Routing weights from the cosine of each token and each expert's phi (Eq. 4).
+    """Computes routing weights from the cosine of each token and each expert's phi (Eq. 4).
 
-    x [B, T, D] -> weights [B, T, E], in float32 even if x has half precision.
+    x [B, T, D] -> Routing, [B, T, E] each, in float32 even if x has half precision
     """
 
     def __init__(self, dim: int, experts: int = 1):
         super().__init__()
         self.phi = nn.Parameter(torch.empty(dim, experts))   # what each expert looks for
-        # 1 / temperature of the softmaxes, [1] because fully_shard takes no scalars
+        # 1 / temperature of the softmaxes; [1] because fully_shard takes no scalars
         self.scale = nn.Parameter(torch.ones(1))
-        # Only the direction of a phi matters to the weights. Its length sets how fast AdamW turns
-        # it; this bound is that of the authors' code.
+        # Only the direction of phi matters to the weights, but its length sets how fast AdamW can
+        # turn it. The bound comes from the authors' code.
         nn.init.uniform_(self.phi, -experts ** -0.5, experts ** -0.5)
 
     def forward(self, x: Tensor) -> Routing:
         precision = torch.promote_types(x.dtype, torch.float32)
-        device = "cpu" if x.is_meta else x.device.type      # meta tensors have no autocast
+        device = "cpu" if x.is_meta else x.device.type      # the meta device has no autocast
         with torch.autocast(device, enabled=False):
             x = F.normalize(x.to(precision), dim=-1)
             phi = F.normalize(self.phi.to(precision), dim=0)
@@ -93,11 +95,11 @@ class Router(nn.Module):
 
 
 class SoftMoE(nn.Module):
-    """A soft mixture of `experts` MLPs, which replaces a block's MLP (Eq. 4, App. G).
+    """A soft mixture of `experts` MLPs that replaces a block's MLP (Eq. 4, App. G).
 
-    Each expert has one slot. `dropout` is the recipe Expert Dropout (ExD): in training, an
-    expert's whole output for an image is zeroed with that probability, and otherwise scaled by
-    1 / (1 - dropout).
+    Each expert has one slot. `dropout` is the probability of the recipe Expert Dropout (ExD): in
+    training, an expert's whole output for an image is zeroed with this probability, and otherwise
+    scaled by 1 / (1 - dropout).
     """
 
     def __init__(self, dim: int, experts: int, hidden: int, dropout: float = 0.0):
@@ -108,14 +110,16 @@ class SoftMoE(nn.Module):
         self.b1 = nn.Parameter(torch.zeros(experts, hidden))
         self.w2 = nn.Parameter(torch.empty(experts, hidden, dim))
         self.b2 = nn.Parameter(torch.zeros(experts, dim))
-        # The bound is nn.Linear's, 1 / sqrt(in). nn.init would take in * out for the fan-in of a
-        # tensor [E, in, out].
+        # nn.Linear's bound, 1 / sqrt(in). nn.init would take in * out as the fan-in of a tensor
+        # [E, in, out].
         nn.init.uniform_(self.w1, -dim ** -0.5, dim ** -0.5)
         nn.init.uniform_(self.w2, -hidden ** -0.5, hidden ** -0.5)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
-        """x [B, T, D] -> (y [B, T, D], Routing). A row holds the tokens of one image: packed into
-        one row, several images would share the expert's input.
+        """x [B, T, D] -> (y [B, T, D], Routing)
+
+        Each row of x must hold the tokens of one image: images packed into one row would share the
+        experts' inputs.
         """
         routing = self.router(x)
         slots = torch.einsum("bte,btd->ebd", routing.dispatch.to(x.dtype), x)      # [E, B, D]
@@ -153,8 +157,8 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: in training, an image's residual branch is zeroed with probability p, and
-    else scaled by 1 / (1 - p). In evaluation, nothing changes.
+    """Stochastic depth: in training, zeroes an image's residual branch with probability p, and
+    scales it by 1 / (1 - p) otherwise. In evaluation, it changes nothing.
     """
 
     def __init__(self, p: float):
@@ -169,10 +173,10 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block, whose MLP is a SoftMoE if experts > 0.
+    """A pre-norm transformer block; its MLP is a SoftMoE if experts > 0.
 
-    `layer_scale` is the initial value of LayerScale; with None, the block has no LayerScale. The
-    default is that of the authors' code. The MLP's width of 4 * dim and the norms' eps are ViT's.
+    `layer_scale` is the initial value of LayerScale, or None for no LayerScale. The default comes
+    from the authors' code. The MLP's width of 4 * dim and the norms' eps are ViT's.
     """
 
     def __init__(self, dim: int, heads: int, experts: int = 0, drop_path: float = 0.0,
@@ -199,14 +203,16 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Vision Transformer in which a SoftMoE replaces the MLP of `moe_blocks` if experts > 0.
+    """Vision Transformer; if experts > 0, a SoftMoE replaces the MLP in each of `moe_blocks`.
 
-    `moe_blocks` are counted from 0; the default is 1, 3, 5, ... Parameters have timm's names: the
-    state dict of a ViT without experts loads into timm's VisionTransformer(init_values=0.1,
-    num_classes=0), and `encoders.load_encoder` reads timm's.
-    The probability of dropping a branch rises linearly from 0 at the first block to `drop_path`
-    at the last. With `recompute` set, the backward pass computes each block again from its
-    input, which saves memory and costs one more forward pass.
+    `moe_blocks` are counted from 0; the default is 1, 3, 5, ... The probability of dropping a
+    residual branch rises linearly from 0 at the first block to `drop_path` at the last. With
+    `recompute` set (activation checkpointing), the backward pass computes each block again from
+    its input, which saves memory and costs one more forward pass.
+
+    Parameters have timm's names: the state dict of a ViT without experts loads into timm's
+    VisionTransformer(init_values=0.1, num_classes=0), and `encoders.load_encoder` reads timm's
+    state dicts.
     """
     recompute = False
 
@@ -214,13 +220,14 @@ class ViT(nn.Module):
                  experts: int = 0, moe_blocks: list[int] | None = None, drop_path: float = 0.0):
         super().__init__()
         if image_size % patch_size:
-            raise ValueError(f"image size {image_size} is no multiple of patch size {patch_size}")
+            raise ValueError(f"image size {image_size} is not a multiple of the patch size "
+                             f"{patch_size}")
         if moe_blocks is None:
             moe_blocks = range(1, depth, 2)
         moe_blocks = sorted(set(moe_blocks)) if experts else []
         if not set(moe_blocks) <= set(range(depth)):
-            raise ValueError(f"MoE blocks {moe_blocks}: there are blocks 0 to {depth - 1}")
-        # What a checkpoint saves to build this encoder again. Drop path is no part of it: each
+            raise ValueError(f"MoE blocks {moe_blocks}: the model has blocks 0 to {depth - 1}")
+        # Checkpoints save this to build the encoder again. It leaves out drop_path, because each
         # stage has its own.
         self.config = dict(image_size=image_size, patch_size=patch_size, dim=dim, depth=depth,
                            heads=heads, experts=experts, moe_blocks=moe_blocks)
@@ -239,11 +246,11 @@ class ViT(nn.Module):
 
     def forward(self, images: Tensor, ids_keep: Tensor | None = None, mask: Tensor | None = None,
                 mask_token: Tensor | None = None) -> tuple[Tensor, dict[int, Routing]]:
-        """images [B, 3, S, S] -> (tokens [B, T, D] after the norm, {MoE block: its Routing}).
+        """images [B, 3, S, S] -> (tokens [B, T, D] after the norm, {MoE block: its Routing})
 
-        Sparse encoding: only the patches whose indices are in ids_keep, int64 [B, V], are
-        processed, in that order. Dense encoding: all patches are processed, and mask_token
-        [1, 1, D] replaces those where mask, bool [B, N], is True.
+        Sparse encoding processes only the patches with indices ids_keep, int64 [B, V], in this
+        order. Dense encoding processes all patches; mask_token [1, 1, D] replaces the patches
+        where mask, bool [B, N], is True.
         """
         x = self.embed(images, ids_keep, mask, mask_token)
         routings = {}
@@ -258,9 +265,9 @@ class ViT(nn.Module):
 
     def embed(self, images: Tensor, ids_keep: Tensor | None = None, mask: Tensor | None = None,
               mask_token: Tensor | None = None) -> Tensor:
-        """images [B, 3, S, S] -> the tokens that enter the first block [B, T, D].
+        """images [B, 3, S, S] -> the tokens [B, T, D] that enter the first block
 
-        Raises ValueError if the images have another size than the ViT.
+        Arguments as in `forward`. Raises ValueError if the images do not have the ViT's size.
         """
         size = self.grid * self.patch_size
         if images.shape[2:] != (size, size):
@@ -269,10 +276,10 @@ class ViT(nn.Module):
                              f"{self.patch_size} pixels")
         patches = patchify(images, self.patch_size)                              # [B, N, P]
         positions = self.pos_embed[:, 1:]
-        if ids_keep is not None:      # nothing is ever computed of the other patches
+        if ids_keep is not None:      # select first, so that masked patches cost nothing
             index = ids_keep[..., None].expand(images.shape[0], -1, patches.shape[2])
             patches = patches.gather(1, index)
-            # not by indexing, whose backward pass adds in an order that changes from run to run
+            # not by indexing, whose backward pass adds in a different order in each run
             positions = F.embedding(ids_keep, positions[0])                      # [B, V, D]
         proj = self.patch_embed.proj      # a convolution without overlap is a linear layer
         x = F.linear(patches, proj.weight.flatten(1), proj.bias)                 # [B, N or V, D]
@@ -283,19 +290,19 @@ class ViT(nn.Module):
         return torch.cat([cls.expand(x.shape[0], -1, -1), x], dim=1)
 
     def compile_blocks(self):
-        """Lets torch.compile compile each block, in place: few graphs serve all of them."""
+        """Compiles each block in place with torch.compile. All blocks share a few graphs."""
         for block in self.blocks:
             block.compile()
 
 
 @torch.no_grad()
 def init_weights(module: nn.Module):
-    """Initializes a model of this file: linear layers, patch embedding, tokens and positions.
+    """Initializes linear layers, patch embedding, tokens and position embeddings of a module.
 
-    They are drawn from a truncated normal distribution of standard deviation 0.02; biases are
-    zero. Then the last layer of each residual branch, be it an MLP's, an expert's or attention's,
-    is divided by sqrt(2 * i), where i counts the blocks from 1, as in BEiT. Apart from that
-    division, routers and experts keep the values that they are made with.
+    Weights come from a truncated normal distribution with standard deviation 0.02; biases are zero.
+    Then the last layer of each residual branch (attention, MLP or experts) is divided by
+    sqrt(2 * i), where i counts the blocks from 1, as in BEiT. Apart from this division, routers
+    and experts keep the values from their constructors.
     """
     for name, parameter in module.named_parameters():
         if name.split(".")[-1] in ("cls_token", "pos_embed", "mask_token"):
@@ -311,9 +318,8 @@ def init_weights(module: nn.Module):
 
 
 def build_vit(name: str, **overrides) -> ViT:
-    """The ViT of this name in PRESETS, for images of 224 and patches of 16 pixels by default.
-
-    `overrides` are arguments of `ViT`.
+    """Builds the ViT with this name in PRESETS, by default for images of 224 and patches of 16
+    pixels. `overrides` are arguments of `ViT`.
     """
     config = dict(image_size=224, patch_size=16) | PRESETS[name] | overrides
     return ViT(**config)
@@ -324,10 +330,10 @@ def build_vit(name: str, **overrides) -> ViT:
 class PixelDecoder(nn.Module):
     """Predicts the pixels of all patches from the encoder's patch tokens (App. E).
 
-    It is a transformer without experts; DECODER is the paper's size. A mask token stands in for
-    masked patches. The position embeddings are learned; those of the authors' release are fixed
-    sines and cosines. The paper describes it for sparse encoding alone. In dense encoding, the mask
-    token also replaces the encoder's output at masked patches, which is our choice.
+    The decoder is a transformer without experts; DECODER is the paper's size. A mask token stands
+    in for masked patches. The position embeddings are learned; the authors' release has fixed
+    sines and cosines. The paper describes the decoder only for sparse encoding. In dense encoding,
+    the mask token also replaces the encoder's output at masked patches, which is our choice.
     """
 
     def __init__(self, encoder: ViT, dim: int, depth: int, heads: int):
@@ -343,10 +349,9 @@ class PixelDecoder(nn.Module):
     def forward(self, patches: Tensor, ids_keep: Tensor | None, mask: Tensor) -> Tensor:
         """Returns the pixels of all patches, [B, N, 3 * patch_size ** 2].
 
-        Sparse encoding: `patches` [B, V, D] are those whose indices are in ids_keep [B, V].
-        Dense encoding: `patches` are all, [B, N, D], and ids_keep is None. In both, the decoder
-        sees the visible patches alone: the mask token replaces the others, where mask [B, N] is
-        True.
+        Sparse encoding: `patches` [B, V, D] are the visible patches, with indices ids_keep [B, V].
+        Dense encoding: `patches` [B, N, D] are all patches, and ids_keep is None. In both, the mask
+        token replaces the patches where mask [B, N] is True, so the decoder sees only visible ones.
         """
         x = self.embed(patches)
         if ids_keep is not None:
@@ -359,18 +364,18 @@ class PixelDecoder(nn.Module):
 
 
 class Prediction(NamedTuple):
-    """What a student predicts from B images: the teacher's tokens, and pixels."""
+    """A student's predictions for B images: the teacher's tokens, and pixels."""
     tokens: Tensor                  # [B, T, Dt], [CLS] first; Dt is the teacher's width
     pixels: Tensor | None           # of all patches, [B, N, 3 * patch_size ** 2]
     routing: dict[int, Routing]     # {MoE block: its Routing}
-    ids_keep: Tensor | None         # indices [B, V] of the patches in `tokens`; None if all N
+    ids_keep: Tensor | None         # indices [B, V] of the patches in `tokens`; None for all N
 
 
 class Explore(nn.Module):
     """The student: a ViT, and a linear head from its width to the teacher's.
 
     Sparse encoding processes only the visible patches, as MAE does. Dense encoding processes all
-    patches, with a mask token in place of the masked ones, as BEiT does. `pixels` adds a pixel
+    patches, with a mask token in place of masked patches, as BEiT does. `pixels` adds a pixel
     decoder of size `decoder`.
     """
 
@@ -387,23 +392,25 @@ class Explore(nn.Module):
         self.decoder = PixelDecoder(encoder, **decoder) if pixels else None
 
     def forward(self, images: Tensor, mask: Tensor, ids_keep: Tensor | None = None) -> Prediction:
-        """images [B, 3, S, S]; mask bool [B, N], True where a patch is masked; ids_keep int64
-        [B, V], the indices of the visible patches, which sparse encoding needs: every image has V
-        of them. Raises ValueError without them.
+        """Predicts the teacher's tokens and, with a decoder, the pixels of images [B, 3, S, S].
+
+        mask bool [B, N]: True where a patch is masked
+        ids_keep int64 [B, V]: indices of the visible patches; every image has V of them. Sparse
+            encoding needs them, and raises ValueError if they are missing.
         """
         if self.dense:
             ids_keep = None
             tokens, routing = self.encoder(images, mask=mask, mask_token=self.mask_token)
         elif ids_keep is None:
             raise ValueError("a sparse student needs ids_keep, the indices of the visible patches")
-        else:      # App. E shuffles them, which changes nothing: each has its position embedding
+        else:      # App. E shuffles the patches; with position embeddings, order changes nothing
             tokens, routing = self.encoder(images, ids_keep)
         pixels = self.decoder(tokens[:, 1:], ids_keep, mask) if self.decoder else None
         return Prediction(self.head(tokens), pixels, routing, ids_keep)
 
 
 def pool(tokens: Tensor, kind: str) -> Tensor:
-    """tokens [B, 1 + N, D] -> [B, D]: [CLS] if kind is "cls", the mean patch if it is "mean" """
+    """Pools tokens [B, 1 + N, D] to [B, D]: "cls" takes [CLS], "mean" the mean patch token."""
     if kind not in ("cls", "mean"):
         raise ValueError(f"pooling {kind!r}: expected cls or mean")
     return tokens[:, 0] if kind == "cls" else tokens[:, 1:].mean(1)

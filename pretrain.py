@@ -4,8 +4,9 @@
     python pretrain.py --data shapes --model vit_nano --image-size 48 --patch-size 6 \\
         --teacher runs/teacher/last.pt --batch-size 64 --lr 2e-3 --epochs 4 --warmup-epochs 1
 
-The first needs ImageNet; its flags are the defaults, the paper's main model. The second runs on a
-laptop, with the teacher that the second example of finetune.py --help trains.
+The first command trains the paper's main model on ImageNet; the flags that it names are the
+defaults. The second command runs on a laptop. Its teacher comes from the second command in
+finetune.py --help.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from losses import EXPERTS, explore_losses
 from model import DECODER, PRESETS, Explore, build_vit, normalize
 from run import Run
 
-# what --objective takes, and the names that losses.explore_losses gives to the terms
+# {value of --objective: its terms, by their names in losses.explore_losses}
 OBJECTIVES = {"token": ["token"], "token_cls": ["token", "cls"],
               "token_pixel": ["token", "pixel"], "token_cls_pixel": ["token", "cls", "pixel"]}
 
@@ -36,74 +37,78 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("student")
     group.add_argument(
         "--model", choices=PRESETS, default="vit_base",
-        help="width and depth; vit_base is the paper's, vit_nano is for small images on CPUs")
-    group.add_argument("--image-size", type=positive_int, default=224, help="pixels a side")
-    group.add_argument("--patch-size", type=positive_int, default=16, help="pixels a side")
+        help="width and depth; the paper uses vit_base, and vit_nano is for small images on CPUs")
+    group.add_argument("--image-size", type=positive_int, default=224,
+                       help="side of an image in pixels")
+    group.add_argument("--patch-size", type=positive_int, default=16,
+                       help="side of a patch in pixels")
     group.add_argument("--experts", type=non_negative_int, default=2,
-                       help="experts of each Soft-MoE block; 0 for a plain ViT")
+                       help="experts per Soft-MoE block; 0 for a plain ViT")
     group.add_argument(
         "--moe-blocks", type=non_negative_int, nargs="+", metavar="B",
-        help="blocks, counted from 0, whose MLP is a Soft-MoE (default: 1 3 5 ...)")
+        help="blocks, counted from 0, in which a Soft-MoE replaces the MLP (default: 1 3 5 ...)")
     group.add_argument("--drop-path", type=fraction, default=0.1,
-                       help="stochastic depth of the last block, rising from 0 at the first")
+                       help="stochastic depth: drop probability of the last block, which rises "
+                            "linearly from 0 at the first block")
     group.add_argument(
         "--recompute", action="store_true",
-        help="compute the encoder's blocks again in the backward pass: less memory, slower steps")
+        help="activation checkpointing: compute the encoder's blocks again in the backward pass, "
+             "for less memory and slower steps")
 
     group = parser.add_argument_group("objective")
     group.add_argument(
         "--objective", default="token_cls", choices=OBJECTIVES,
-        help="what is learned: token distills the teacher's patch tokens, cls aligns [CLS], pixel "
-             "reconstructs pixels")
+        help="losses to minimize: token distills the teacher's patch tokens, cls aligns [CLS], "
+             "pixel reconstructs pixels")
     group.add_argument(
         "--encoding", choices=("sparse", "dense"), default="sparse",
-        help="sparse: the student sees only the visible patches, as in MAE; dense: it sees mask "
-             "tokens in place of the masked patches, as in BEiT")
+        help="sparse: the student sees only the visible patches, as in MAE; dense: the student "
+             "sees mask tokens in place of the masked patches, as in BEiT")
     group.add_argument("--mask-ratio", type=fraction, default=0.4,
-                       help="share of patches that the student does not see")
+                       help="fraction of patches to mask")
     group.add_argument(
         "--teacher", type=common.path, default="ViT-B-16/openai",
-        help="a checkpoint file; or MODEL/PRETRAINED of open_clip, where PRETRAINED is a tag, a "
+        help="a checkpoint file; or open_clip's MODEL/PRETRAINED, where PRETRAINED is a tag, a "
              "file or random; or timm/NAME")
     group.add_argument("--cls-weight", type=non_negative, default=0.4,
-                       help="weight of the [CLS] loss, w of Eq. 8")
+                       help="weight of the [CLS] loss, w in Eq. 8")
     group.add_argument("--pixel-weight", type=non_negative, default=1.0,
-                       help="weight of the pixel loss, w of Eq. 8")
+                       help="weight of the pixel loss, w in Eq. 8")
 
     group = parser.add_argument_group("loss routing")
     group.add_argument(
         "--loss-weights", choices=("dispatch", "combine", "uniform"), default="dispatch",
-        help="weights of the patch losses. dispatch: expert 0's for the token loss and, with "
-             "--encoding dense, expert 1's for the pixel loss; combine: the same experts' combine "
-             "weights, not normalized; uniform: all patches alike, with a router that is still "
-             "regularized")
+        help="weights of the patch losses. dispatch: expert 0's dispatch weights for the token "
+             "loss and, with --encoding dense, expert 1's for the pixel loss; combine: the same "
+             "experts' combine weights, not normalized; uniform: all patches count equally, but "
+             "the router is still regularized")
     group.add_argument(
         "--loss-block", type=non_negative_int, nargs="+", metavar="B",
-        help="the MoE block whose router gives the weights and is regularized; several are "
-             "averaged (default: the last one)")
+        help="MoE blocks whose routers weight the losses and are regularized; both are averaged "
+             "over several blocks (default: the last MoE block)")
     group.add_argument(
         "--detach", action="store_true",
         help="the paper's main ablation: the weights still weight the loss, but send the router "
              "no gradient")
     group.add_argument(
         "--entropy-weight", type=non_negative, nargs="+", default=[5.0], metavar="L",
-        help="lambda, the weight of the entropy of experts 0, 1, ...; the last one counts for the "
-             "remaining experts. The smaller lambda is, the more the weights differ; RUNNING.md "
-             "says how to choose it")
+        help="lambda, the weight of the entropy, for experts 0, 1, ...; the last value also counts "
+             "for the remaining experts. With a smaller lambda, patch weights differ more; "
+             "RUNNING.md says how to choose it")
     group.add_argument("--entropy-on", choices=("dispatch", "combine"), default="dispatch",
-                       help="weights whose entropy is regularized")
+                       help="routing weights whose entropy is regularized")
     group.add_argument("--importance-weight", type=non_negative, default=0.0,
-                       help="weight of the importance loss on combine weights")
+                       help="weight of the importance loss, which is on combine weights")
 
-    group = parser.add_argument_group("weights of the objectives: the paper's baselines")
+    group = parser.add_argument_group("objective weights: the paper's baselines")
     group.add_argument(
         "--balance", choices=("static", "gradnorm", "rlw"), default="static",
-        help="static: 1 for the token loss, --cls-weight and --pixel-weight for the others; "
-             "gradnorm: learned; rlw: drawn at random in each step")
+        help="objective weights. static: 1 for the token loss, --cls-weight and --pixel-weight for "
+             "the others; gradnorm: learned; rlw: random in each step")
     group.add_argument("--gradnorm-alpha", type=non_negative, default=0.12,
-                       help="how strongly the objectives' rates of training are equalized")
+                       help="how strongly GradNorm equalizes the objectives' training rates")
     group.add_argument("--gradnorm-lr", type=non_negative, default=0.025,
-                       help="learning rate of the weights")
+                       help="learning rate of GradNorm's weights")
 
     args = common.parse_run(parser, argv)
     if wrong := find_contradiction(parser, args):
@@ -112,7 +117,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def find_contradiction(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
-    """What would train something else than the flags say, or None."""
+    """Returns an error message if flags contradict each other or have no effect, or None."""
     def given(*names: str) -> list[str]:
         return [common.flag(name) for name in names
                 if getattr(args, name) != parser.get_default(name)]
@@ -137,7 +142,7 @@ def find_contradiction(parser: argparse.ArgumentParser, args: argparse.Namespace
         return (f"--experts {args.experts}: expert {weighted[last]} weights the {last} loss, so "
                 f"there must be {weighted[last] + 1}")
     if args.loss_weights == "combine" and args.experts == 1:
-        return "--loss-weights combine needs 2 experts: the combine weights of one are all 1"
+        return "--loss-weights combine needs 2 experts: a single expert's combine weights are all 1"
     try:      # "meta" tensors take no memory
         with torch.device("meta"):
             student = build_student(args, teacher_dim=1)
@@ -163,7 +168,7 @@ def build_student(args, teacher_dim: int, decoder: dict = DECODER) -> Explore:
 
 
 def build_balance(args, student: Explore, process: common.Process) -> ObjectiveWeights:
-    """w of Eq. 8: the weights of the objectives."""
+    """Builds the objective weights, w in Eq. 8."""
     fixed = dict(token=1.0, cls=args.cls_weight, pixel=args.pixel_weight)
     weights = [fixed[name] for name in OBJECTIVES[args.objective]]
     weights = torch.tensor(weights, device=process.device)      # [K]
@@ -182,15 +187,15 @@ def main(args):
     steps = args.epochs * epoch_steps
 
     grid = args.image_size // args.patch_size
-    teacher = build_frozen(args.teacher, grid)              # sees the whole image
+    teacher = build_frozen(args.teacher, grid)              # always sees the whole image
     teacher.to(process.device, process.amp)                 # amp: a dtype, or None for float32
     common.seed_torch("weights", args.seed)
     student = build_student(args, teacher.dim).to(process.device)
     optimizer = optim.adamw(student, args.lr, args.weight_decay, betas=(0.9, 0.95))
-    balance = build_balance(args, student, process)                             # w of Eq. 8
+    balance = build_balance(args, student, process)                             # w in Eq. 8
 
     objectives = OBJECTIVES[args.objective]
-    lambdas = args.entropy_weight + args.entropy_weight[-1:] * args.experts    # the last repeats
+    lambdas = args.entropy_weight + args.entropy_weight[-1:] * args.experts     # repeat the last
     lambdas = torch.tensor(lambdas[:args.experts], device=process.device)       # [E]
     routed = dict(objectives=objectives, loss_block=args.loss_block,            # Eq. 5 to 7
                   loss_weights=args.loss_weights, detach=args.detach, lambdas=lambdas,
@@ -201,16 +206,16 @@ def main(args):
               epoch_steps=epoch_steps, micro_steps=micro_steps, keeps=True, shown=objectives,
               encoder_config=student.encoder.config, model=student, optimizer=optimizer,
               balance=balance)
-    first = run.resume()                # 0, which saves epoch_0000.pt, or last.pt's step
+    first = run.resume()                # last.pt's step, or 0, which saves epoch_0000.pt
     if args.compile:
         student.encoder.compile_blocks()
         teacher.compile()
-    parallel = process.parallel(student.train())            # DDP, if there are several processes
+    parallel = process.parallel(student.train())            # DDP if there are several processes
     views = data.TrainViews(dataset, args.image_size, args.seed, grid, args.mask_ratio)
     batches = run.timed(data.train_batches(views, args, process, micro_steps, first,
                                            run.stop_step))
 
-    with run.listening():                                       # to Ctrl-C, and to Slurm
+    with run.listening():                                       # for Ctrl-C and Slurm's signals
         for step in run.steps(first):                           # a progress bar
             lr = optim.learning_rate(step, steps, args.warmup_epochs * epoch_steps, args.lr,
                                      args.min_lr)
@@ -228,7 +233,7 @@ def main(args):
                         pred = parallel(normalize(images), mask, batch["ids_keep"])
                     losses, regularizer, metrics = explore_losses(pred, targets, images, mask,
                                                                   **routed)
-                    loss = (w * losses).sum() + regularizer             # Eq. 8, and Eq. 7
+                    loss = (w * losses).sum() + regularizer             # Eq. 8 plus Eq. 7
                     balance.observe(losses)
                     process.scaler.scale(loss / micro_steps).backward()
                 run.log(metrics, loss=loss)
