@@ -1,8 +1,9 @@
-"""The weights w of the objectives (Eq. 8): fixed, or by one of the paper's baselines, GradNorm and
+"""The objective weights w of Eq. 8: fixed, or set by one of the paper's baselines, GradNorm and
 Random Loss Weighting (RLW).
 
-Needs nothing but torch. All have three methods: `forward` gives the weights of a step, `observe`
-sees the losses of each micro-batch of the step, and `update` ends the step: GradNorm learns there.
+This file needs nothing but torch. Each class has three methods: `forward` returns the weights of a
+step, `observe` receives the losses of each micro-batch in the step, and `update` ends the step.
+GradNorm learns in `update`.
 """
 
 import torch
@@ -11,9 +12,7 @@ from torch import Tensor, nn
 
 
 class ObjectiveWeights(nn.Module):
-    """w [K] of Eq. 8: the weights of the K objectives. They are fixed here, and subclasses change
-    them.
-    """
+    """Fixed weights [K] of the K objectives, w in Eq. 8. Subclasses change the weights."""
 
     def __init__(self, weights: Tensor):
         super().__init__()
@@ -23,17 +22,17 @@ class ObjectiveWeights(nn.Module):
         return self.weights
 
     def observe(self, losses: Tensor):
-        """losses [K] of a micro-batch, before its backward pass."""
+        """Receives the losses [K] of a micro-batch, before its backward pass."""
 
     def update(self):
         """Ends a step."""
 
 
 class RandomLossWeighting(ObjectiveWeights):
-    """RLW: the softmax of random normals.
+    """Random Loss Weighting (RLW): the weights are the softmax of random normals, new in each step.
 
-    They are a function of (seed, step), so all processes draw the same, and a resumed run goes on
-    with them. The argument `weights` says how many there are, and on which device.
+    The weights are a function of (seed, step), so all processes draw the same ones, and a resumed
+    run continues exactly. The argument `weights` only sets their number and device.
     """
 
     def __init__(self, weights: Tensor, seed: int):
@@ -41,34 +40,35 @@ class RandomLossWeighting(ObjectiveWeights):
         self.seed = seed
 
     def forward(self, step: int) -> Tensor:
-        # runs of two seeds share no generator in their first million steps
+        # runs with different seeds share no generator in their first million steps
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         weights = torch.randn(len(self.weights), generator=generator).softmax(0)
         return weights.to(self.weights.device, non_blocking=True)
 
 
 class GradNorm(ObjectiveWeights):
-    """GradNorm: weights that start at 1 and are learned, so that objectives train at like rates.
+    """GradNorm: weights that start at 1 and learn to make all objectives train at similar rates.
 
-    G_k is the norm of objective k's weighted gradient at the layer `shared`. r_k is the loss
-    divided by its first value, and by the mean of this quotient over objectives. Each weight
-    takes a gradient step of size `lr` on |G_k - mean(G) r_k ** alpha| with a constant target;
-    then the weights are scaled to sum to K. The argument `weights` says how many there are, and on
-    which device.
+    G_k is the norm of objective k's weighted gradient at the layer `shared`. r_k is the relative
+    training rate: loss k divided by its first value, then by the mean of this quotient over
+    objectives. Each weight takes a gradient step of size `lr` on |G_k - mean(G) r_k ** alpha|, with
+    mean(G) r_k ** alpha held constant; then the weights are scaled to sum to K. The argument
+    `weights` only sets their number and device.
     """
 
     def __init__(self, weights: Tensor, shared: nn.Module, alpha: float, lr: float,
                  scaler: torch.amp.GradScaler):
         super().__init__(torch.ones_like(weights))
-        self.register_buffer("first", torch.zeros_like(weights))      # 0 until it is known
+        # each objective's first loss; 0 until it is known
+        self.register_buffer("first", torch.zeros_like(weights))
         self.shared = list(shared.parameters())
         self.alpha, self.lr, self.scaler = alpha, lr, scaler
-        # for each micro-batch, [K, 1 + M]: each loss, and its gradient at `shared`, M numbers
+        # [K, 1 + M] for each micro-batch: each loss, then the M numbers of its gradient at `shared`
         self.observed = []
 
     def observe(self, losses: Tensor):
-        # Without the scale, small gradients would be zero in FP16. get_scale() would make the host
-        # wait for the GPU; scaling a one gives the same number without that.
+        # Without the loss scale, small gradients would underflow in FP16. Scaling a one returns the
+        # scale; get_scale() would make the host wait for the GPU.
         scale = self.scaler.scale(torch.ones_like(losses[0]))
         rows = []
         for loss in scale * losses:
@@ -77,7 +77,7 @@ class GradNorm(ObjectiveWeights):
         self.observed.append(torch.stack(rows) / scale)
 
     def update(self):
-        means = torch.stack(self.observed).mean(0)      # over micro-batches, and over processes
+        means = torch.stack(self.observed).mean(0)      # over micro-batches, then over processes
         self.observed = []
         if dist.is_initialized():
             dist.all_reduce(means)
@@ -89,6 +89,6 @@ class GradNorm(ObjectiveWeights):
         weighted = self.weights * norms
         target = weighted.mean() * (rate / rate.mean()) ** self.alpha
         change = self.lr * torch.sign(weighted - target) * norms
-        changed = (self.weights - change).clamp_min(1e-3)      # ours: no weight becomes negative
+        changed = (self.weights - change).clamp_min(1e-3)      # our addition: weights stay positive
         changed = changed * len(changed) / changed.sum()
         self.weights = torch.where(changed.isfinite().all(), changed, self.weights)

@@ -1,6 +1,6 @@
-"""The folder of a run: whose it is, its lock, its log, and files that are whole or not there.
+"""The folder of a run: its record, its lock, its log, and files that are complete or absent.
 
-Rank 0 alone calls what is in here.
+Only rank 0 calls this file's functions.
 """
 
 import contextlib
@@ -16,14 +16,15 @@ import torch
 import common
 from common import Process, UserError
 
-# Flags that may differ when a run resumes: they say where files are, how fast the run works or how
-# long. --amp may differ, too, because another precision can rescue a run whose numbers overflow.
+# Flags that may change when a run resumes: they set where files are, how fast the run is, and when
+# it saves or stops. --amp may change, too, because another precision can rescue a run whose numbers
+# overflow.
 FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "recompute", "amp", "save_every",
               "max_steps"}
 
 
 class RunFolder:
-    """The folder `path` of a run, once `claim` has been called.
+    """The folder `path` of a run. Call `claim` before anything else.
 
     args.json tells people about the run: its flags, the number of images, and its origin. last.pt
     has what a resumed run compares.
@@ -41,7 +42,7 @@ class RunFolder:
         common.make_folder(self.path)
         models = [file.name for file in self.path.glob("*.pt") if file.name != "epoch_0000.pt"]
         if models and "last.pt" not in models:
-            raise UserError(f"{self.path} has {min(models)} and no last.pt to resume from: give "
+            raise UserError(f"{self.path} has {min(models)}, but no last.pt to resume from; give "
                             "another --out")
         with naming(self.path / "log.jsonl"):
             self.log = open(self.path / "log.jsonl", "ab")      # noqa: SIM115
@@ -54,8 +55,8 @@ class RunFolder:
             pass
 
     def start(self, record: dict, process: Process, log_bytes: int):
-        """Writes args.json, and cuts the log to the length that last.pt knows, so that a run that
-        was killed logs each step once. If the origin has changed, prints how.
+        """Writes args.json and truncates the log to the length that last.pt has saved, so that a
+        run that was killed logs each step once. Prints how the origin changed, if it did.
         """
         file, origin = self.path / "args.json", find_origin(process)
         known = json.loads(file.read_text())["origin"] if file.exists() else {}
@@ -72,8 +73,8 @@ class RunFolder:
             self.log.flush()
 
     def write(self, name: str, save):
-        """Lets save(file) write a file, which takes its name when it is whole. Raises UserError if
-        the disk is full.
+        """Writes a file by save(file), under a temporary name until the file is complete. Raises
+        UserError if the disk is full.
         """
         temporary = self.path / f"{name}.tmp"
         try:
@@ -88,10 +89,10 @@ class RunFolder:
 
 @contextlib.contextmanager
 def naming(path: Path):
-    """Turns an OSError, such as of a full disk, into a UserError that names the file."""
+    """Turns an OSError, such as a full disk, into a UserError that names the file."""
     try:
         yield
-    except (OSError, RuntimeError) as error:      # torch.save raises the second for the first
+    except (OSError, RuntimeError) as error:      # torch.save turns an OSError into a RuntimeError
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
@@ -99,15 +100,15 @@ def naming(path: Path):
 
 
 def settings(record: dict) -> dict:
-    """The settings that identify a run: all flags but FREE_FLAGS, and the number of images"""
+    """The settings that identify a run: all flags except FREE_FLAGS, and the number of images"""
     flags = {common.flag(name): value for name, value in record["args"].items()
              if name not in FREE_FLAGS}
     return flags | {"the number of images": record["images"]}
 
 
 def find_origin(process: Process) -> dict:
-    """Where a run comes from: versions, the device, the number of processes, and the git commit of
-    these files, if they are in a repository.
+    """The origin of a run: package versions, device, number of processes, and the git commit of
+    this code, if it is in a repository.
     """
     origin = {"python": platform.python_version()}
     for package in ("torch", "torchvision", "timm", "open_clip_torch"):

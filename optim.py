@@ -1,4 +1,4 @@
-"""Optimization: the learning rate of a step, AdamW's groups, and the update."""
+"""Optimization: the learning-rate schedule, AdamW's parameter groups, and the update."""
 
 import math
 
@@ -11,9 +11,11 @@ from model import decays
 
 def learning_rate(step: int, steps: int, warmup: int, lr: float, min_lr: float,
                   decay: str = "cosine") -> float:
-    """The learning rate of a step, counted from 0: it rises linearly to `lr` in the first `warmup`
-    steps, then falls to `min_lr`, along a "cosine" to the last step or "linear" to the step after
-    it. The linear decay is mmcv's, which multiplies the warm-up too.
+    """The learning rate of a step, counted from 0.
+
+    The rate rises linearly to `lr` in the first `warmup` steps, then decays to `min_lr`. A "cosine"
+    decay reaches `min_lr` at the last step, a "linear" one at the step after the last. The linear
+    decay is mmcv's: it runs from step 0, and warm-up multiplies it.
     """
     if decay == "linear":
         return (lr + (min_lr - lr) * step / steps) * min(1, (step + 1) / max(warmup, 1))
@@ -25,8 +27,10 @@ def learning_rate(step: int, steps: int, warmup: int, lr: float, min_lr: float,
 
 def adamw(model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float],
           lr_scale=lambda name: 1.0) -> torch.optim.AdamW:
-    """AdamW over the parameters that are not frozen, each at lr_scale(name) times the rate.
-    `model.decays` says which have weight decay.
+    """AdamW over all parameters that are not frozen.
+
+    A parameter's learning rate is lr_scale(name) times the rate of the step (`set_rate`).
+    `model.decays` says which parameters have weight decay.
     """
     groups = {}
     for name, parameter in model.named_parameters():
@@ -47,8 +51,8 @@ def optimizer_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScale
                    clip_grad: float) -> dict[str, Tensor]:
     """Clips the gradients, updates the parameters and clears the gradients -> metrics
 
-    Where a gradient is not finite, the scaler tells fused AdamW to skip the update. The decision
-    and the metrics stay on the device, so the host does not wait.
+    If a gradient is not finite, the scaler tells fused AdamW to skip the update. This decision and
+    the metrics stay on the device, so the host does not wait.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]
                   if p.grad is not None]
@@ -58,6 +62,6 @@ def optimizer_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScale
         nn.utils.clip_grads_with_norm_(parameters, clip_grad, norm)
     scaler.step(optimizer)
     scaler.update()
-    # DDP's gradients are views of its buckets, and None would separate them
+    # DDP's gradients are views of its buckets; None would detach them from the buckets
     optimizer.zero_grad(set_to_none=not dist.is_initialized())
     return {"grad_norm": norm, "skipped": (~norm.isfinite()).float()}

@@ -1,8 +1,8 @@
-"""The loop's half of a run: resuming, the log, checkpoints, evaluations, and stopping on request.
+"""A training run: resuming, the log, checkpoints, evaluations, and stopping on request.
 
-All stages that train use it; folder.py has the files. A run that resumes goes on as if it had never
-stopped. For that, no state of a random generator is saved: everything random is a function of the
-seed and of the step or the image (`common.STREAMS`).
+Every stage that trains uses this file; folder.py writes the run's files. A resumed run continues
+as if it had never stopped. Checkpoints need no generator states for this, because every random
+number is a function of the seed and of the step or image (`common.STREAMS`).
 """
 
 import contextlib
@@ -26,13 +26,17 @@ LOG_EVERY = 20      # steps
 class Run:
     """A training run in the folder `args.out`.
 
-    model_name: for the first line of a run. image_count, classes: of the training set. steps: of
-    the whole run. epoch_steps: of an epoch. micro_steps: forward passes of a process in a step.
-    encoder_config: what checkpoints save as "encoder", the arguments of `ViT` or, in a probe, its
-    encoder's name. keeps: True in pretraining, which keeps an epoch_NNNN.pt every --save-every;
-    other stages evaluate then and keep best.pt. shown: the fields of the log that the progress bar
-    shows. parts: the objects whose state last.pt keeps, by name; other checkpoints keep the
-    model's alone.
+    model_name: the model, in words, for the first line that the run prints
+    image_count, classes: number of images and names of the classes in the training set
+    steps, epoch_steps: number of steps in the run, and in an epoch
+    micro_steps: forward passes per process in a step (gradient accumulation)
+    encoder_config: saved in checkpoints as "encoder": the arguments of `ViT` or, in a probe, the
+        name of its encoder
+    keeps: True in pretraining, which keeps an epoch_NNNN.pt every --save-every epochs; other stages
+        evaluate instead and keep best.pt
+    shown: the fields of the log that the progress bar shows
+    parts: the objects whose state dicts last.pt holds, by name; other checkpoints hold only the
+        model's state dict
     """
 
     def __init__(self, args, process: Process, model_name: str, *, image_count: int, steps: int,
@@ -44,21 +48,21 @@ class Run:
         self.record = {"args": vars(args), "images": image_count}
         self.keeps, self.shown = keeps, shown
         self.total, self.epoch_steps, self.micro_steps = steps, epoch_steps, micro_steps
-        # steps between two evaluations or kept checkpoints, and between two last.pt
+        # steps from one evaluation or kept checkpoint to the next, and from one last.pt to the next
         self.save_every = self.last_every = args.save_every
         if "epochs" in args:      # segmentation counts in iterations
             self.save_every, self.last_every = args.save_every * epoch_steps, epoch_steps
         self.stop_step = min(steps, args.max_steps or steps)
         self.parts = parts | {"scaler": process.scaler}
         self.best_scores = {}
-        self.evaluated_step = 0         # the steps done at the last evaluation
+        self.evaluated_step = 0         # steps done at the last evaluation
         self.evaluating = False
-        self.log_bytes = 0              # the length of the log that last.pt knows
-        self.metrics = {}               # by name, one value a step since the last line of the log
+        self.log_bytes = 0              # the log's length when last.pt was written
+        self.metrics = {}               # {name: [its values since the last line of the log]}
         self.last_line = {}
-        self.steps_without_loss = 0     # steps of the latest lines, none of which has a finite loss
-        self.stop_signal = 0            # the number of the signal that asked to stop
-        self.timed_step = None          # the speed counts the steps since this one
+        self.steps_without_loss = 0     # steps of the latest log lines without a finite loss
+        self.stop_signal = 0            # the number of the signal that asked to stop, or 0
+        self.timed_step = None          # the speed is measured from this step on
         self.timed_since = self.waited = 0.0
 
     def say(self, line: str):
@@ -70,9 +74,9 @@ class Run:
     # ------------------------------------------------------------------------- resuming
 
     def resume(self) -> int:
-        """Claims the folder and loads last.pt, if it is there -> the first step to do
+        """Claims the folder and loads last.pt if it exists -> the first step to do
 
-        All processes agree before the first step. Raises UserError.
+        Checks that all processes agree on flags, data and this step. Raises UserError.
         """
         facts = common.describe_data(self.image_count, self.classes)
         self.process.agree(self.args, facts, act=self.folder.claim)
@@ -83,27 +87,27 @@ class Run:
             self.folder.start(self.record, self.process, self.log_bytes)
         if self.keeps and first == 0:
             self.save("epoch_0000.pt", 0)
-        if first == 0:      # shows that there is space before the work begins
+        if first == 0:      # a full disk shows now, not after the first epoch
             self.save("last.pt", 0, *self.parts)
         micro_batch = self.args.batch_size // self.process.world // self.micro_steps
         self.say(f"{self.args.out}: {self.model_name}; {self.image_count} images, "
                  f"{self.epoch_steps} steps an epoch, {self.process.world} x "
                  f"{self.process.device.type} in {self.process.amp or torch.float32}, "
-                 f"{micro_batch} images at a time, from step {first} of {self.total}")
+                 f"micro-batches of {micro_batch} images, from step {first} of {self.total}")
         return first
 
     def load_last(self) -> int:
-        """Loads last.pt into the parts -> its step, or 0 if it is not there. Raises UserError."""
+        """Loads last.pt into the parts -> its step, or 0 if it does not exist. Raises UserError."""
         last = self.folder.path / "last.pt"
         if not last.exists():
             return 0
-        try:      # mapped into memory: not each process reads all of it at once
+        try:      # with mmap, not every process reads the whole file into memory at once
             state = torch.load(last, map_location="cpu", weights_only=True, mmap=True)
             if changed := common.differences(settings(state), settings(self.record)):
                 raise UserError(f"{self.args.out} holds another run, so give another --out: "
                                 f"{changed}")
             for name, part in self.parts.items():
-                # the scale of one precision means nothing to another
+                # the loss scale of one precision means nothing in another
                 if name != "scaler" or state["amp"] == str(self.process.amp):
                     part.load_state_dict(state[name])
             self.best_scores, self.log_bytes = state["best"], state["log_bytes"]
@@ -121,8 +125,10 @@ class Run:
 
     @contextlib.contextmanager
     def listening(self):
-        """Within this context, a signal asks the run to stop at its next line of the log: SIGINT,
-        SIGTERM, Slurm's SIGUSR1, and SIGHUP of a closed terminal, unless nohup ignores it.
+        """A context in which a signal asks the run to stop at its next line of the log.
+
+        The signals are SIGINT, SIGTERM, Slurm's SIGUSR1 and, unless nohup ignores it, SIGHUP from a
+        closed terminal.
         """
         numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -135,18 +141,21 @@ class Run:
                 signal.signal(number, handler)
 
     def ask_to_stop(self, number: int, frame):
-        """The handler of signals. During an evaluation, whose last.pt is written already, the
-        signal ends the process at once.
+        """The signal handler: asks the run to stop.
+
+        During an evaluation, the signal ends the process at once, because last.pt was written
+        before the evaluation.
         """
         self.stop_signal = number
         name = signal.Signals(number).name
         if self.evaluating:
-            line = f"stopped by {name} in an evaluation; the same command resumes with it"
+            line = f"stopped by {name} during an evaluation; the same command evaluates again"
         else:
-            line = f"{name}: saves and stops at the next line of the log, within {LOG_EVERY} steps"
+            line = (f"{name}: the run saves and stops at the next line of the log, within "
+                    f"{LOG_EVERY} steps")
             if number == signal.SIGINT:
-                line += "; a second Ctrl-C leaves at once, without saving"
-        if self.process.rank == 0:      # not by print, which the signal may have interrupted
+                line += "; a second Ctrl-C ends it at once, without saving"
+        if self.process.rank == 0:      # no print, because the signal may have interrupted one
             with contextlib.suppress(OSError):
                 os.write(1 if self.evaluating else 2, f"\n{line}\n".encode())
         if self.evaluating or number == signal.SIGINT:
@@ -155,7 +164,7 @@ class Run:
             signal.raise_signal(number)
 
     def steps(self, first: int):
-        """Yields the steps to do, with a progress bar."""
+        """Yields the remaining steps and shows a progress bar."""
         with common.progress_bar(range(first, self.stop_step), self.args.stage, self.stop_step,
                                  initial=first, unit="step", disable=self.process.rank > 0) as bar:
             for step in bar:
@@ -166,7 +175,7 @@ class Run:
                                     refresh=False)
 
     def timed(self, batches):
-        """Passes `batches` on and adds up how long the loop waits for them."""
+        """Yields `batches` and adds up how long the loop waits for them."""
         start = time.perf_counter()
         for batch in batches:
             self.waited += time.perf_counter() - start
@@ -174,7 +183,7 @@ class Run:
             start = time.perf_counter()
 
     def log(self, metrics: dict[str, Tensor], **more: Tensor):
-        """Keeps scalars and vectors on their device until the next line of the log."""
+        """Collects scalars and vectors, on their device, until the next line of the log."""
         for name, value in (metrics | more).items():
             self.metrics.setdefault(name, []).append(value.detach())
 
@@ -183,18 +192,18 @@ class Run:
         return done % self.save_every == 0 or done == self.total
 
     def end_step(self, step: int, lr: float) -> bool:
-        """Logs and saves, each if it is time -> whether a signal asks all processes to stop"""
+        """Logs and saves when each is due -> whether a signal asks all processes to stop"""
         done = step + 1
-        if self.timed_step is None:      # the first step compiles
+        if self.timed_step is None:      # the first step compiles, so its time does not count
             self.start_clock(done)
         scheduled = self.is_scheduled(done)
         saves = scheduled or done % self.last_every == 0 or done == self.stop_step
         if not saves and done % LOG_EVERY:
             return False
         stops = self.log_line(done, lr)
-        if scheduled and self.keeps:      # before last.pt, after which a kill would leave it out
+        if scheduled and self.keeps:      # before last.pt, from which a resumed run goes on
             self.save(f"epoch_{done // self.epoch_steps:04d}.pt", done)
-        if saves or stops:                # before an evaluation, which an error may end
+        if saves or stops:                # before an evaluation, which may fail
             self.save("last.pt", done, *self.parts)
         self.start_clock(done)
         return stops
@@ -203,8 +212,8 @@ class Run:
         return not self.keeps and self.is_scheduled(done) and done > self.evaluated_step
 
     def evaluate(self, done: int, measure):
-        """Logs the scores of measure(), in percent, and saves best.pt, if the first score is the
-        highest so far, and last.pt.
+        """Logs the scores that measure() returns, in percent, and saves last.pt. If the first score
+        is the highest so far, saves best.pt, too.
         """
         self.evaluating = True
         scores = measure()
@@ -222,7 +231,7 @@ class Run:
             self.start_clock(done)
 
     def start_clock(self, done: int):
-        """Measures the speed from here, so that evaluating and saving do not count."""
+        """Measures the speed from now on, so that evaluations and saving do not count."""
         self.timed_step, self.timed_since, self.waited = done, time.perf_counter(), 0.0
 
     # -------------------------------------------------------------------------- the log
@@ -256,8 +265,10 @@ class Run:
         return stops
 
     def reduce_metrics(self) -> dict:
-        """The mean of each metric since the last line, over steps and processes, without values
-        that are not finite. Apart from saving, the host waits for the device only here.
+        """The mean of each metric since the last line of the log, over steps and processes.
+
+        Values that are not finite are left out. Besides saving, this is the only place where the
+        host waits for the device.
         """
         rows = {name: torch.stack(values).float() for name, values in self.metrics.items()}
         self.metrics = {}
@@ -275,8 +286,9 @@ class Run:
     # ---------------------------------------------------------------------- checkpoints
 
     def save(self, name: str, done: int, *parts: str):
-        """Writes a checkpoint of `parts` (default: the model) on rank 0. Raises UserError instead
-        of writing a NaN or infinity.
+        """Writes the state dicts of `parts` (default: the model) to a checkpoint, on rank 0.
+
+        Raises UserError, and writes nothing, if they hold a NaN or infinity.
         """
         if self.process.rank > 0:
             return
@@ -291,12 +303,12 @@ class Run:
         self.folder.write(name, lambda file: torch.save(state, file))
 
     def report(self):
-        """Prints the last line of a run, unless there was nothing left to do."""
+        """Prints the run's last line, unless there was nothing left to do."""
         if not self.last_line:
             return
         done = self.last_line["step"]
         said = [f"step {done} of {self.total}",
-                "{images_per_second:.0f} images/s, {loader_wait:.0%} of the time waiting for them"
+                "{images_per_second:.0f} images/s, {loader_wait:.0%} of the time waiting for data"
                 .format(**self.last_line)]
         if self.best_scores:
             said.append("best evaluation: " + ", ".join(
@@ -304,12 +316,12 @@ class Run:
         if done < self.stop_step or self.is_evaluation_due(done):
             number = self.stop_signal
             name = signal.Signals(number).name if number else "a signal"
-            said.append(f"stopped by {name}, and the same command resumes")
+            said.append(f"stopped by {name}; the same command resumes")
         self.say(f"{self.args.out}: {'; '.join(said)}")
 
 
 def finite(state) -> bool:
-    """Whether all tensors of nested dicts are finite"""
+    """Whether all tensors in nested dicts are finite"""
     if isinstance(state, dict):
         return all(finite(value) for value in state.values())
     return not isinstance(state, Tensor) or bool(state.isfinite().all())
