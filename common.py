@@ -1,4 +1,4 @@
-"""What the stages share: errors and messages, flags, processes and random numbers."""
+"""Code that all stages share: errors and messages, flags, processes, and random numbers."""
 
 import argparse
 import contextlib
@@ -20,29 +20,30 @@ from tqdm import tqdm
 # ------------------------------------------------------------------------------- errors
 
 class UserError(Exception):
-    """An error that the user can mend: `launch` prints it as one line, and the exit code is 2."""
+    """An error that the user can fix: `launch` prints it as one line and exits with code 2."""
 
 
 def get_rank() -> int:
-    """This process's rank. RANK without WORLD_SIZE, left over from another job, means nothing."""
+    """This process's rank. RANK without WORLD_SIZE is left over from another job, so it is ignored.
+    """
     return int(os.environ["RANK"]) if "WORLD_SIZE" in os.environ else 0
 
 
 def note(line: str):
-    """Prints a line that the user should read, on rank 0, to stderr."""
+    """Prints a line for the user to stderr, on rank 0."""
     if get_rank() == 0:
-        tqdm.write(line, file=sys.stderr)      # beside a progress bar
+        tqdm.write(line, file=sys.stderr)      # tqdm keeps the line clear of a progress bar
         sys.stderr.flush()
 
 
 def progress_bar(*args, **kwargs) -> tqdm:
     """A tqdm bar, redrawn once a minute if stderr is not a terminal."""
-    tqdm.monitor_interval = 0      # no thread that watches bars, for workers are forked
+    tqdm.monitor_interval = 0      # no monitor thread: forking workers beside a thread is unsafe
     return tqdm(*args, mininterval=0.1 if sys.stderr.isatty() else 60, **kwargs)
 
 
 def make_folder(folder: str | Path):
-    """Makes a folder for results, if it is not there. Raises UserError if it cannot be written."""
+    """Makes a folder for results if it does not exist. Raises UserError if it is not writable."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -51,22 +52,22 @@ def make_folder(folder: str | Path):
 
 
 def rounded(value):
-    """Nested lists and dicts with six digits of each float, and None for NaN and infinity, which
-    JSON does not have.
+    """Rounds the floats in nested lists and dicts to six digits. NaN and infinity become None,
+    because JSON has neither.
     """
     return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"),
                       parse_constant=lambda text: None)
 
 
 def differences(old: dict, new: dict) -> str:
-    """What was and is: the names in both dicts whose values differ, and the values"""
+    """Names the keys of both dicts whose values differ, as "NAME was OLD, is NEW, ..." """
     return ", ".join(f"{name} was {old[name]}, is {new[name]}"
                      for name in sorted(old.keys() & new.keys()) if old[name] != new[name])
 
 
 class Output:
-    """Stdout or stderr of a run that goes on, whatever happens to its reader: Ctrl-C ends `tee` in
-    a pipe, a terminal is closed, the disk of a log file is full.
+    """Stdout or stderr of a run, which survives its reader: Ctrl-C ends `tee` in a pipe, a terminal
+    is closed, the disk of a log file is full.
     """
 
     def __init__(self, stream):
@@ -79,13 +80,13 @@ class Output:
         try:
             self.stream.write(text)
             self.stream.flush()
-        except OSError:      # from now on, into nothing
+        except OSError:      # nobody reads this any more: from now on, write to /dev/null
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         return len(text)
 
 
 def launch(main, args: argparse.Namespace):
-    """Calls main(args) as a program: what a user can mend becomes one line and exit code 2."""
+    """Calls main(args) as a program: a UserError or OOM becomes one line and exit code 2."""
     sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
     try:
         main(args)
@@ -100,7 +101,7 @@ def launch(main, args: argparse.Namespace):
             note("torch.compile failed; --no-compile does without it")
         raise
     if dist.is_initialized():
-        # a process that leaves while another is still in its last all-reduce can block that one
+        # a process that exits while another is still in its last all-reduce can block the other
         dist.barrier()
         dist.destroy_process_group()
 
@@ -108,13 +109,15 @@ def launch(main, args: argparse.Namespace):
 # -------------------------------------------------------------------------------- flags
 
 def checked(kind: type, valid, words: str):
-    """An argparse type: numbers of this kind for which `valid` holds, which `words` describe."""
+    """Makes an argparse type: a number of this kind for which valid(number) is true. `words`
+    describe valid numbers.
+    """
     def convert(text: str) -> int | float:
         value = kind(text)
         if not valid(value):
             raise argparse.ArgumentTypeError(f"{text} is not {words}")
         return value
-    convert.__name__ = kind.__name__      # in argparse's message about what is no number
+    convert.__name__ = kind.__name__      # argparse shows the name if the text is not a number
     return convert
 
 
@@ -126,9 +129,9 @@ fraction = checked(float, lambda x: 0 <= x < 1, "in [0, 1)")
 
 
 def path(text: str) -> str:
-    """An argparse type: a path or a name, in which ~ is the home folder."""
+    """An argparse type: a path or a name; ~ becomes the home folder."""
     if not text:
-        raise argparse.ArgumentTypeError("it is empty; is a variable in it not set?")
+        raise argparse.ArgumentTypeError("it is empty; is a shell variable not set?")
     return os.path.expanduser(text)
 
 
@@ -139,7 +142,7 @@ def flag(name: str) -> str:
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter,
                     argparse.RawDescriptionHelpFormatter):
-    """Names the default of each flag that has one."""
+    """Adds the default to the help of each flag that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         return action.help if action.default is None else super()._get_help_string(action)
@@ -150,41 +153,41 @@ def default_data() -> str:
 
 
 def make_parser(doc: str, arguments: str = "") -> argparse.ArgumentParser:
-    """A parser with the flags that every stage has. `arguments` are in its line of usage."""
+    """A parser with the flags that every stage has. `arguments` go into its usage line."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=HelpFormatter, allow_abbrev=False,
         usage=f"%(prog)s {arguments}[FLAG ...]; --help explains the flags")
     group = parser.add_argument_group("input and machine")
     group.add_argument(
         "--data", metavar="FOLDER", type=path, default=default_data(),
-        help="a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (segment.py: in ADE20K's "
-             "layout; pretrain.py and analyze.py: any folder of images); or cifar10 or food101 "
-             "in data/; or shapes or shapes-noise, which are drawn on the fly. $IMAGENET, if set, "
+        help="a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (segment.py: ADE20K's layout; "
+             "pretrain.py and analyze.py: any folder of images); or cifar10 or food101, which are "
+             "read from data/; or shapes or shapes-noise, which are synthetic. $IMAGENET, if set, "
              "is the default")
     group.add_argument("--workers", type=non_negative_int, default=min(16, count_cores()),
-                       help="loader processes of each training process")
+                       help="workers that load images, per process")
     group.add_argument(
         "--amp", choices=("fp16", "bf16", "off"), default="fp16",
         help="precision of matrix products. Without a GPU, fp16 means float32, and bf16 is slow "
              "on processors that have no instructions for it")
     group.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available(),
-        help="use torch.compile, which starts slower and then takes faster steps")
+        help="use torch.compile: the start takes longer, and steps are faster")
     group.add_argument("--seed", type=non_negative_int, default=42,
                        help="seed of all random numbers")
     return parser
 
 
 def count_cores() -> int:
-    """This process's share of the cores that it may use, at least one."""
-    linux = hasattr(os, "sched_getaffinity")      # macOS cannot say which ones
+    """This process's share of the cores that the job may use, at least one."""
+    linux = hasattr(os, "sched_getaffinity")      # macOS does not say which cores a process may use
     cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count()
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def add_train_flags(parser: argparse.ArgumentParser, stage: str, *, batch_size: int, lr: float,
                     min_lr: float, weight_decay: float, clip_grad: float):
-    """The flags of every stage that trains."""
+    """Adds the flags of every stage that trains."""
     parser.set_defaults(stage=stage)
     group = parser.add_argument_group("run")
     group.add_argument("--out", metavar="FOLDER", type=path, default=f"runs/{stage}",
@@ -194,24 +197,26 @@ def add_train_flags(parser: argparse.ArgumentParser, stage: str, *, batch_size: 
 
     group = parser.add_argument_group("optimization with AdamW")
     group.add_argument("--batch-size", type=positive_int, default=batch_size,
-                       help="images of one step, over all processes")
+                       help="images per step, over all processes")
     group.add_argument(
         "--micro-batch", type=positive_int,
-        help="images of one forward pass of one process; gradients accumulate to --batch-size "
+        help="images per forward pass of a process; gradient accumulation makes up --batch-size "
              "(default: the largest divisor, up to 256, of a process's share of --batch-size)")
     group.add_argument("--lr", type=non_negative, default=lr,
-                       help="peak learning rate, which is not scaled by the batch size")
-    group.add_argument("--min-lr", type=non_negative, default=min_lr, help="last learning rate")
+                       help="peak learning rate; the batch size does not scale it")
+    group.add_argument("--min-lr", type=non_negative, default=min_lr,
+                       help="final learning rate")
     group.add_argument(
         "--weight-decay", type=non_negative, default=weight_decay,
-        help="not applied to biases, norms, scales, position embeddings, [CLS] and mask tokens")
+        help="weight decay, except for biases, norms, scales, position embeddings, [CLS] and mask "
+             "tokens")
     group.add_argument("--clip-grad", type=non_negative, default=clip_grad,
-                       help="largest norm of the gradient; 0 for no clipping")
+                       help="maximum norm of the gradient; 0 for no clipping")
 
 
 def add_length_flags(parser: argparse.ArgumentParser, unit: str, *, length: int, warmup: int,
                      save_every: int):
-    """The length of a run in `unit`, which is "epochs" or "iterations"."""
+    """Adds the flags for the length of a run in `unit`, "epochs" or "iterations"."""
     group = parser.add_argument_group("length")
     group.add_argument(f"--{unit}", type=positive_int, default=length, help="length of the run")
     group.add_argument(f"--warmup-{unit}", type=non_negative_int, default=warmup,
@@ -222,11 +227,11 @@ def add_length_flags(parser: argparse.ArgumentParser, unit: str, *, length: int,
 
 def add_pool_flag(group):
     group.add_argument("--pool", choices=("cls", "mean"), default="cls",
-                       help="what stands for an image: [CLS], or the mean of the patch tokens")
+                       help="pooling: the [CLS] token, or the mean of the patch tokens")
 
 
 def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """Parses the flags of a stage that trains. Refuses a warm-up that is as long as the run."""
+    """Parses the flags of a stage that trains. The warm-up must be shorter than the run."""
     args = parser.parse_args(argv)
     unit = "epochs" if hasattr(args, "epochs") else "iterations"
     length = getattr(args, unit)
@@ -239,7 +244,7 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None) -> argpar
 # ------------------------------------------------------------------------------ process
 
 def describe_data(image_count: int, classes: list[str]) -> dict:
-    """What `Process.agree` compares of data sets"""
+    """The facts about a data set that `Process.agree` compares"""
     names = {f"class {i}": name for i, name in enumerate(classes)}
     return names | {"the number of images": image_count, "the number of classes": len(classes)}
 
@@ -257,14 +262,14 @@ class Process:
             torch.cuda.set_device(self.device)
         if self.world > 1 and not dist.is_initialized():
             place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-            note(f"{self.world} processes meet at {place}")
-            # long enough for rank 0 to save 30 GB to a slow disk while the others wait
+            note(f"{self.world} processes connect at {place}")
+            # long enough for rank 0 to save 30 GB to a slow disk while the other ranks wait
             dist.init_process_group("nccl" if cuda else "gloo",
                                     timeout=datetime.timedelta(hours=2))
 
         amp = args.amp if cuda or args.amp != "fp16" else "off"
         self.amp = {"fp16": torch.float16, "bf16": torch.bfloat16, "off": None}[amp]
-        # outside fp16, the scale stays 1: all that the scaler does is to skip non-finite updates
+        # outside fp16, the loss scale stays 1: the scaler only skips updates that are not finite
         fp16 = amp == "fp16"
         self.scaler = torch.amp.GradScaler(
             self.device.type, init_scale=2.0 ** 16 if fp16 else 1.0)
@@ -276,8 +281,9 @@ class Process:
         return torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None)
 
     def agree(self, args: argparse.Namespace, facts: dict, act=lambda: None):
-        """Before any work: compares flags and facts of all processes, and calls act() on rank 0.
-        Raises UserError in all of them if two differ, or if act() raises one.
+        """Calls act() on rank 0 and compares the flags and facts of all processes, before any work.
+
+        Raises UserError on all ranks if two processes differ, or if act() raises UserError.
         """
         facts = facts | {flag(name): value for name, value in vars(args).items()
                          if name not in ("data", "out", "workers")}      # machines may have others
@@ -299,7 +305,7 @@ class Process:
                                 or f"rank {rank} does not run what rank 0 runs: {changed}")
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all processes, in place."""
+        """Sums values over all processes, in place (all-reduce)."""
         if self.world > 1:
             dist.all_reduce(values)
         return values
@@ -310,14 +316,15 @@ class Process:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def accumulating(self, model: nn.Module, last: bool):
-        """A context: processes exchange their gradients in the last micro-step alone."""
+        """A context for gradient accumulation: only the last micro-step all-reduces gradients."""
         return contextlib.nullcontext() if self.world == 1 or last else model.no_sync()
 
 
 # ---------------------------------------------------------------------- random numbers
 
-# What is drawn, its tag, and the rest of its key. Without tags, two purposes could share their
-# numbers, also because NumPy ignores zeros at the end of a key. shapes.py has the tags 0 and 1.
+# {purpose: tag}. A generator's key is the tag, then the numbers in the comment. Without tags, two
+# purposes could draw the same numbers, also because NumPy ignores zeros at the end of a key.
+# shapes.py uses the tags 0 and 1.
 STREAMS = {"order": 2,        # (seed, epoch): the order of an epoch's images
            "view": 3,         # (seed, epoch, index): crop, jitter, mask, augmentation of an image
            "weights": 4,      # (seed): initial weights
@@ -325,10 +332,10 @@ STREAMS = {"order": 2,        # (seed, epoch): the order of an epoch's images
 
 
 def generator(stream: str, *key: int) -> np.random.Generator:
-    """NumPy's generator for this purpose, a name in STREAMS, and key."""
+    """NumPy's generator for a purpose, a name in STREAMS, and a key."""
     return np.random.default_rng((STREAMS[stream], *key))
 
 
 def seed_torch(stream: str, *key: int):
-    """Seeds PyTorch's generators of all devices for this purpose, a name in STREAMS, and key."""
+    """Seeds PyTorch's generators on all devices for a purpose, a name in STREAMS, and a key."""
     torch.manual_seed(int(generator(stream, *key).integers(2 ** 63)))

@@ -1,8 +1,9 @@
-"""Images: data sets, views, block masks, how a batch is cut, loaders, augmentation on the device.
+"""Images: data sets, views, block masks, batches, workers, and augmentation on the device.
 
-What is random about a training image is a function of (seed, epoch, index), and the order of the
-images of an epoch is one of (seed, epoch). So the numbers of loaders and processes change nothing.
-Loaders send uint8; what is cheaper for a batch, such as color jitter, happens on the device.
+The augmentation of a training image is a function of (seed, epoch, index), and the order of images
+in an epoch is a function of (seed, epoch), so the numbers of workers and processes change nothing.
+Workers send uint8 images. Operations that are cheaper for a whole batch, such as color jitter, run
+on the device.
 """
 
 import argparse
@@ -40,56 +41,58 @@ DOWNLOADED = {"cifar10": "CIFAR10", "food101": "Food101"}      # torchvision's n
 # ------------------------------------------------------------------------------- images
 
 def read_image(path: str | os.PathLike) -> Tensor:
-    """Reads an image file as RGB, uint8 [3, H, W], upright by its EXIF orientation. Raises
+    """Reads an image file as RGB, uint8 [3, H, W], and applies its EXIF orientation. Raises
     UserError.
     """
     try:
         encoded = np.fromfile(path, np.uint8)
-        if encoded[:2].tolist() == [0xFF, 0xD8]:      # as all JPEGs begin
+        if encoded[:2].tolist() == [0xFF, 0xD8]:      # a JPEG
             with contextlib.suppress(AttributeError, RuntimeError):
-                # Pillow's pixels in less time, where this torchvision decodes and the file is whole
+                # Same pixels as Pillow's, but faster. If this torchvision cannot decode JPEGs, or
+                # the file is damaged, Pillow tries.
                 return torchvision.io.decode_jpeg(
                     torch.from_numpy(encoded), torchvision.io.ImageReadMode.RGB,
                     apply_exif_orientation=True)
         with Image.open(path) as picture:
-            if picture.mode[0] in "IF":      # 16 or 32 bits, which Pillow would turn white
+            if picture.mode[0] in "IF":      # 16 or 32 bits, which Pillow would convert to white
                 raise ValueError(f"mode {picture.mode}, expected 8 bits a channel")
             rgb = TF.pil_to_tensor(ImageOps.exif_transpose(picture).convert("RGB"))
     except Exception as error:      # Pillow raises many kinds for broken files
         raise UserError(f"cannot read the image {path} ({type(error).__name__}: {error})"
                         ) from error
     if picture.format == "JPEG":
-        print_once("Pillow reads some JPEGs, which takes longer, because torchvision does not "
-                   "decode them")
+        print_once("torchvision does not decode some JPEGs, so Pillow reads them, which takes "
+                   "longer")
     return rgb
 
 
 def first_readable(dataset: Dataset, index: int) -> tuple[int, Tensor, int]:
-    """The image at `index` or, if it cannot be read, the next one -> (index, image, label)
+    """The image at `index` or, if it is broken, the next readable one -> (index, image, label)
 
-    With this, a broken file does not end a run of days. Raises UserError if a hundred in a row are
-    broken, or all: then the disk is gone.
+    One broken file should not end a run of days. A hundred in a row, or a whole set, raise
+    UserError: then the disk is gone.
     """
     for place in range(index, index + min(len(dataset), 100)):
         place %= len(dataset)
         try:
             return place, *dataset[place]
         except UserError as error:
-            print_once(f"{error}: the next image takes its place")
+            print_once(f"{error}: the next image replaces it")
             last = error
     raise last
 
 
 @functools.cache
 def print_once(line: str):
-    """Prints a line to standard error, once in each process."""
+    """Prints a line to stderr, once in each process."""
     print(line, file=sys.stderr, flush=True)
 
 
 def walk(folder: str, parents: frozenset[str] = frozenset()):
-    """Like os.walk, sorted, without hidden files and folders. Follows symlinks, except to a parent
-    folder, which would never end. Yields nothing if there is no such folder. Raises UserError if a
-    folder cannot be listed.
+    """Like os.walk, but sorted, without hidden files and folders, and following symlinks.
+
+    Symlinks to a parent folder are not followed, because they would never end. Yields nothing if
+    `folder` does not exist. Raises UserError if a folder cannot be listed.
     """
     here = os.path.realpath(folder)
     parents = parents or frozenset(map(str, Path(here).parents))
@@ -110,27 +113,27 @@ def walk(folder: str, parents: frozenset[str] = frozenset()):
 
 
 def list_images(folder: str) -> list[str]:
-    """The paths of the images in a folder, and then those in the folders inside it."""
+    """The paths of all images in a folder: first the folder's own, then its subfolders' images."""
     paths, others = [], set()
     for here, folders, names in walk(folder):
         if {"train", "val"} <= set(folders):
             note(f"{here} has train/ and val/, and the images of both count: --data {here} takes "
-                 "those of train/ alone")
+                 "only the images of train/")
         for name in names:
             if name.lower().endswith(ENDINGS):
                 paths.append(os.path.join(here, name))
             elif "image/" in str(mimetypes.guess_type(name)[0]):
                 others.add(os.path.splitext(name)[1])
     if others:
-        note(f"{folder}: images of these kinds are not read: {', '.join(sorted(others))}")
+        note(f"{folder}: skipped images in these formats: {', '.join(sorted(others))}")
     return paths
 
 
 class Photos(Dataset):
-    """Image files: one, or all in a folder and in the folders inside it.
+    """Image files: a single file, or all images in a folder and its subfolders.
 
-    The label is the index of the image's folder in `classes`, or 0 without classes. Raises
-    UserError with the text `missing` if there is no image.
+    An image's label is the index of its folder in `classes`, or 0 without classes. Raises UserError
+    with the message `missing` if there is no image.
     """
 
     def __init__(self, root: str, missing: str, classes: list[str] | None = None):
@@ -142,8 +145,8 @@ class Photos(Dataset):
             found = [list_images(os.path.join(root, name)) for name in classes]
         if not any(found):
             raise UserError(missing)
-        # Forked workers share arrays. They would copy lists, because reading a Python object
-        # counts a reference in it.
+        # Forked workers share an array's memory. They would copy a list, because reading a Python
+        # object writes its reference count.
         self.paths = np.array([os.fsencode(path) for paths in found for path in paths], dtype="S")
         self.labels = np.repeat(np.arange(len(found)), [len(paths) for paths in found])
 
@@ -158,14 +161,14 @@ class Photos(Dataset):
 
 
 class Food(Food101):
-    """torchvision's Food-101, but its images are read, and broken ones named, as in `Photos`."""
+    """torchvision's Food-101 with our `read_image`, whose errors name broken files."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return read_image(self._image_files[index]), self._labels[index]
 
 
 class Folder(Photos):
-    """ImageNet's layout, ROOT/{train,val}/CLASS/*.jpg, with the classes of train/.
+    """Images in ImageNet's layout, ROOT/{train,val}/CLASS/*.jpg, with the classes of train/.
 
     Raises UserError.
     """
@@ -183,12 +186,12 @@ class Folder(Photos):
         if split == "train" and empty:
             raise UserError(f"--data {root}: no image in {train}/{self.classes[min(empty)]}")
         if len(self.classes) == 1:
-            raise UserError(f"--data {root}: {train} has one folder, {self.classes[0]}, and so one "
-                            "class; are the classes inside it?")
+            raise UserError(f"--data {root}: {train} has one folder, {self.classes[0]}, so there "
+                            "is one class; are the classes inside it?")
 
 
 def open_images(data: str, split: str, image_size: int, labels: bool = True) -> Dataset:
-    """The set that `--data` names, of `split` "train" or "val". Raises UserError.
+    """Opens the data set that `--data` names; `split` is "train" or "val". Raises UserError.
 
     Without `labels`, any folder of images will do.
     """
@@ -199,10 +202,10 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
             if data == "cifar10":
                 return CIFAR10("data", split == "train", transform=TF.pil_to_tensor)
             return Food("data", "train" if split == "train" else "test")
-        except Exception as error:      # not there, cut short, of another kind
+        except Exception as error:      # missing, truncated, or another file format
             raise UserError(
-                f"--data {data} is not whole in data/ ({type(error).__name__}), and this downloads "
-                f"it: python -c \"import torchvision; torchvision.datasets.{DOWNLOADED[data]}"
+                f"--data {data} is not whole in data/ ({type(error).__name__}). To download it: "
+                f"python -c \"import torchvision; torchvision.datasets.{DOWNLOADED[data]}"
                 "('data', download=True)\"") from error
     check_data(data)
     if labels:
@@ -213,7 +216,7 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
 
 
 def check_data(data: str):
-    """Raises UserError if there is no folder of this name, unless it is a single image."""
+    """Raises UserError if `data` is neither a folder nor an image file."""
     try:
         os.stat(data)
         if os.path.isfile(data):
@@ -221,18 +224,18 @@ def check_data(data: str):
     except OSError as error:
         raise UserError(f"--data {data}: {error.strerror}; expected a folder of images") from error
     except UserError as error:
-        raise UserError(f"--data {data} is a file, and no image; expected a folder of images, and "
-                        "archives have to be unpacked") from error
+        raise UserError(f"--data {data} is a file, and no image; expected a folder of images "
+                        "(unpack archives first)") from error
 
 
 # ------------------------------------------------------------------- views of one image
 
 def random_crop(rng: np.random.Generator, height: int, width: int, scale: tuple[float, float],
                 ratio: tuple[float, float] = (3 / 4, 4 / 3)) -> tuple[int, int, int, int]:
-    """Draws a crop as torchvision's RandomResizedCrop does -> top, left, height, width
+    """Draws a crop like torchvision's RandomResizedCrop -> (top, left, height, width)
 
-    Its share of the area is uniform in `scale`, and its aspect, width over height, is log-uniform
-    in `ratio`.
+    The crop's fraction of the area is uniform in `scale`, and its aspect ratio, width over height,
+    is log-uniform in `ratio`.
     """
     for _ in range(10):
         area = height * width * rng.uniform(*scale)
@@ -242,29 +245,31 @@ def random_crop(rng: np.random.Generator, height: int, width: int, scale: tuple[
         if 0 < h <= height and 0 < w <= width:
             top = int(rng.integers(height - h + 1))
             return top, int(rng.integers(width - w + 1)), h, w
-    # no crop of this aspect fits into a very long image: take its middle
+    # no crop with such an aspect ratio fits into a very long image: take the image's middle
     h = max(1, min(height, round(width / ratio[0])))
     w = max(1, min(width, round(height * ratio[1])))
     return (height - h) // 2, (width - w) // 2, h, w
 
 
 def center_view(image: Tensor, size: int) -> Tensor:
-    """The evaluation view, uint8 [3, size, size]: resize to 256/224 of `size`, center crop."""
+    """The evaluation view, uint8 [3, size, size]: resizes the short side to 256/224 of `size`, then
+    crops the center.
+    """
     image = TF.resize(image, round(size * 256 / 224), interpolation=BICUBIC, antialias=True)
     return TF.center_crop(image, [size, size])
 
 
 def count_masked(grid: int, mask_ratio: float) -> int:
-    """The number of masked patches in each image of grid x grid patches."""
+    """The number of masked patches in an image of grid x grid patches."""
     return int(mask_ratio * grid ** 2)
 
 
 def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
     """BEiT's block masking: bool [grid * grid], True for exactly count_masked(grid, ratio) patches.
 
-    A block's area is uniform between 16 patches (fewer on grids below 14 x 14) and the number that
-    is still missing, which may be less; its aspect is log-uniform in 0.3 to 1/0.3. Where ten
-    blocks in a row do not fit, single patches fill up.
+    A block's area is uniform between 16 patches (fewer on grids below 14 x 14) and the number of
+    patches still to mask, even if this number is below 16; its aspect ratio is log-uniform in 0.3
+    to 1/0.3. Once ten blocks in a row do not fit, single random patches make up the number.
     """
     missing = count_masked(grid, ratio)
     smallest = max(1, round(16 * min(1, grid ** 2 / 14 ** 2)))
@@ -292,7 +297,7 @@ def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
 
 
 class CenterViews(Dataset):
-    """Evaluation views: a dict of image uint8 [3, S, S], label and index."""
+    """Evaluation views. Each is a dict of image uint8 [3, S, S], label and index."""
 
     def __init__(self, dataset: Dataset, image_size: int):
         self.dataset, self.image_size = dataset, image_size
@@ -306,11 +311,13 @@ class CenterViews(Dataset):
 
 
 class TrainViews(CenterViews):
-    """Training views, indexed by (epoch, index): a dict of image uint8 [3, S, S], label, flip
-    bool, jitter [3] and, with a `mask_ratio`, mask bool [N] and ids_keep [V], the indices of the
-    visible patches. `augment` applies flip and jitter.
+    """Training views, indexed by (epoch, index).
+
+    Each is a dict of image uint8 [3, S, S], label, flip bool, jitter [3] and, with a `mask_ratio`,
+    mask bool [N] and ids_keep [V], the indices of the visible patches. `augment` applies flip and
+    jitter.
     """
-    scale = (0.2, 1.0)      # of the image's area
+    scale = (0.2, 1.0)      # crop area as a fraction of the image
 
     def __init__(self, dataset: Dataset, image_size: int, seed: int, grid: int = 0,
                  mask_ratio: float | None = None):
@@ -333,22 +340,22 @@ class TrainViews(CenterViews):
         return view
 
 
-# ------------------------------------------------------------------------------ loaders
+# ----------------------------------------------------------------- batches and workers
 
-MICRO_BATCH = 256      # images at most, if --micro-batch does not say otherwise
+MICRO_BATCH = 256      # maximum number of images, without --micro-batch
 
 
 def plan_steps(args: argparse.Namespace, world: int, image_count: int) -> tuple[int, int]:
-    """How `world` processes cut --batch-size into micro-batches, and an epoch into steps ->
-    (micro_steps, epoch_steps)
+    """Splits --batch-size into micro-batches, and an epoch into steps -> (micro_steps, epoch_steps)
 
-    micro_steps is the number of forward passes of a process in each step, and epoch_steps the
-    number of steps in an epoch, of which an incomplete last one is left out. Raises UserError.
+    micro_steps is the number of forward passes per process in a step. epoch_steps is the number of
+    steps in an epoch, without an incomplete last one. `world` is the number of processes. Raises
+    UserError.
     """
-    share = args.batch_size // world      # of one process
+    share = args.batch_size // world      # images per process
     if args.batch_size % world:
         raise UserError(f"--batch-size {args.batch_size} is not a multiple of {world} processes")
-    # the largest divisor of the share that is not above MICRO_BATCH
+    # the largest divisor of the share up to MICRO_BATCH
     micro_batch = args.micro_batch or max(
         n for n in range(1, min(share, MICRO_BATCH) + 1) if share % n == 0)
     if share % micro_batch:
@@ -362,12 +369,12 @@ def plan_steps(args: argparse.Namespace, world: int, image_count: int) -> tuple[
 
 def train_order(count: int, batch_size: int, micro_steps: int, seed: int, first: int,
                 last: int, rank: int = 0, world: int = 1):
-    """Yields the (epoch, index) keys of each of the `micro_steps` micro-batches of one process, of
-    the steps from `first` to before `last`.
+    """Yields a list of (epoch, index) keys for each micro-batch of one process, from step `first`
+    until before step `last`.
 
     Each epoch is a permutation of all `count` images, cut into global batches; an incomplete last
-    batch is left out. Process r of w takes every w-th image of a batch, so that any w trains on
-    the same batches.
+    batch is left out. A process takes every `world`-th image of a batch, starting at its `rank`, so
+    any number of processes trains on the same batches.
     """
     for step in range(first, last):
         epoch, at = divmod(step, count // batch_size)
@@ -379,15 +386,15 @@ def train_order(count: int, batch_size: int, micro_steps: int, seed: int, first:
 
 
 def load(views: Dataset, batches_of_keys, process: Process, workers: int):
-    """Yields a batch of `views` on the device of `process` for each list of their keys. Raises
+    """Yields a batch of `views` for each list of keys, on the device of `process`. Raises
     UserError.
     """
     temporary = tempfile.gettempdir()
-    if workers and len(os.fsencode(temporary)) > 70:      # or they wait for each other for good
+    if workers and len(os.fsencode(temporary)) > 70:      # workers would hang
         raise UserError(f"the name of the temporary folder {temporary} is too long for the sockets "
-                        "of loaders: export TMPDIR=/tmp, or give --workers 0")
-    # It calls views[key] for each key. It draws a seed when it starts, from a generator of its own:
-    # drawing from the global one would change the drop path of the step.
+                        "of workers: export TMPDIR=/tmp, or give --workers 0")
+    # The DataLoader calls views[key] for each key. It draws a seed when it starts, and gets its own
+    # generator for that: a draw from the global generator would change the step's drop path.
     loader = DataLoader(
         views, batch_sampler=batches_of_keys, num_workers=workers, worker_init_fn=shield,
         pin_memory=process.device.type == "cuda", generator=torch.Generator())
@@ -395,20 +402,23 @@ def load(views: Dataset, batches_of_keys, process: Process, workers: int):
         for batch in loader:
             yield {name: value.to(process.device, non_blocking=True)
                    for name, value in batch.items()}
-    except UserError as error:      # the message of a loader's error begins with its traceback
+    except UserError as error:      # cut off the traceback that a worker's error begins with
         raise UserError(str(error).split("UserError: ")[-1].strip()) from None
 
 
 def train_batches(views: Dataset, args, process: Process, micro_steps: int, first: int,
                   last: int):
-    """Yields this process's micro-batches of the steps from `first` to before `last`."""
+    """Yields this process's micro-batches, from step `first` until before step `last`."""
     order = train_order(len(views), args.batch_size, micro_steps, args.seed, first, last,
                         process.rank, process.world)
     return load(views, order, process, args.workers)
 
 
 def eval_batches(views: Dataset, batch_size: int, args, process: Process, what: str = "val"):
-    """Yields this process's batches of `views`, in order: every w-th batch of w processes."""
+    """Yields this process's batches of `views`, in order. Each of w processes has every w-th batch.
+
+    Rank 0 shows a progress bar with the label `what`.
+    """
     batches = torch.arange(len(views)).split(batch_size)[process.rank::process.world]
     order = progress_bar([batch.tolist() for batch in batches], what, leave=False,
                          disable=process.rank > 0)
@@ -416,9 +426,9 @@ def eval_batches(views: Dataset, batch_size: int, args, process: Process, what: 
 
 
 def shield(worker: int):
-    """Keeps from a loader the signals that a run gets: it needs its loaders until it has saved.
+    """Shields a worker from the signals that stop a run: the run needs it until it has saved.
 
-    Terminals and torchrun send them to the group of processes, and Slurm and systemd to all.
+    Terminals and torchrun send signals to the process group, Slurm and systemd to every process.
     """
     os.setpgrp()
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -427,20 +437,22 @@ def shield(worker: int):
 
 @atexit.register
 def end_loaders():
-    """Where a run fails, Python sends them SIGTERM when it ends, and would wait forever."""
+    """Kills the workers when a run fails. Python would send them SIGTERM, which they ignore
+    (`shield`), and wait for them forever.
+    """
     for process in multiprocessing.active_children():
         if process.daemon:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)      # where PyTorch reports their death
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)      # or PyTorch reports a worker's death
             process.kill()
 
 
 # --------------------------------------------------------------- on the training device
 
 def augment(batch: dict) -> Tensor:
-    """Flips images and changes brightness, contrast and saturation, by what was drawn for each.
+    """Flips images and changes their brightness, contrast and saturation.
 
-    batch of TrainViews: image uint8 [B, 3, S, S], flip [B], jitter [B, 3] -> images [B, 3, S, S]
-    in [0, 1]
+    batch: `TrainViews` with image uint8 [B, 3, S, S], flip [B] and jitter [B, 3], the random draws
+    for each image -> images [B, 3, S, S] in [0, 1]
     """
     images = batch["image"]
     images = torch.where(batch["flip"][:, None, None, None], images.flip(-1), images) / 255
