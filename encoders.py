@@ -1,10 +1,11 @@
-"""Encoders that exist already: to go on training, and frozen, as teachers and to be measured.
+"""Pretrained encoders: for further training, or frozen, as teachers and for evaluation.
 
-`load_encoder` reads a file: a checkpoint of ours or of the authors' release, or a plain ViT, whose
-tensors have timm's names, as the files of timm, MAE, DeiT and DINO have, after any prefix. Heads
-and decoders beside them are left out; tensors that our ViT has no place for are refused. The
-encoder takes images in ImageNet's mean and standard deviation, so it must have been trained with
-these. `build_frozen` also takes models of open_clip and timm by name, with their own mean and std.
+`load_encoder` reads a file: our checkpoint, the authors' checkpoint, or a plain ViT whose tensors
+have timm's names, as in the files of timm, MAE, DeiT and DINO. Any prefix may come before the
+names. The loader skips heads and decoders, and refuses other tensors that our ViT has no place for.
+It assumes that the encoder was trained with ImageNet's mean and standard deviation.
+
+`build_frozen` also takes models of open_clip and timm by name, with their own mean and std.
 """
 
 import argparse
@@ -30,26 +31,27 @@ from model import DECODER, IMAGENET_MEAN, IMAGENET_STD, Attention, Explore, ViT,
 
 # -------------------------------------------------------------------------- from a file
 
-# This tensor shows where the encoder is in another repository's state dict: what stands before its
-# name stands before all of the encoder's names, such as `module.` after DDP, `_orig_mod.` after
-# torch.compile, or `backbone.`.
+# This tensor locates the encoder in another repository's state dict: its prefix is the prefix of
+# all tensors of the encoder, such as `module.` from DDP, `_orig_mod.` from torch.compile, or
+# `backbone.`.
 PATCH_EMBED = "patch_embed.proj.weight"
-# Where trainers keep state dicts. The first that is there is loaded, as its own library loads it:
+# Keys under which trainers save state dicts. We load the first that exists, like its own library:
 # DINO, iBOT, I-JEPA and timm train one model and evaluate its average; DeiT evaluates `model`, and
 # not `model_ema`; DeepSpeed writes `module`.
 STATE_DICTS = ("teacher", "target_encoder", "state_dict_ema", "model", "model_ema", "state_dict",
                "module", "encoder", "student")
-# Beginnings of the names of tensors that other repositories save beside the encoder's.
+# Tensors that other repositories save beside the encoder, by the beginnings of their names.
 NOT_ENCODER = re.compile(
     r"\w*head|decoder|mask_token|fc_norm|fc\.|pre_logits|predictor|projector")
 
 
 def harmless() -> list:
-    """What files hold beside tensors, for `torch.serialization.safe_globals`: NumPy's numbers and
-    arrays of them, an argparse.Namespace, and paths. None of it runs code.
+    """Types that checkpoints hold beside tensors, for `torch.serialization.safe_globals`: NumPy
+    numbers and arrays, argparse.Namespace, and paths. Unpickling them runs no code.
     """
-    # NumPy 1 and 2 have other names for the two functions that rebuild numbers and arrays, and
-    # Python 3.13 for its module of paths. A WindowsPath cannot be made elsewhere.
+    # NumPy 1 and 2 have different names for the two functions that rebuild numbers and arrays, and
+    # Python 3.13 has another name for the module of paths. Only Windows can make a WindowsPath, so
+    # every path becomes a PurePath.
     make_number, make_array = (x.__reduce__()[0] for x in (np.float64(0), np.empty(0)))
     functions = [(function, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")
                  for function, name in ((make_number, "scalar"), (make_array, "_reconstruct"))]
@@ -62,43 +64,43 @@ def harmless() -> list:
 
 @contextlib.contextmanager
 def reading(path: str | Path):
-    """Turns whatever is wrong with a file into a UserError that names it."""
+    """Turns any error with a file into a UserError that names the file."""
     try:
         yield
     except IsADirectoryError as error:
         raise UserError(f"{path} is a folder; give a file in it, such as {path}/last.pt") from error
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or one_line(error)}") from error
-    except Exception as error:      # another format, a file cut short, code: each has its own
+    except Exception as error:      # another format, a truncated file, code: each has its own type
         raise UserError(f"{path}: {one_line(error)}") from error
 
 
 def load_checkpoint(path: str | Path, heads: int | None = None) -> dict:
-    """Reads a checkpoint file. Raises UserError.
+    """Reads a checkpoint file into a dict. Raises UserError.
 
-    The result has "model", a state dict in which the names of the encoder's tensors begin with
-    "encoder."; "encoder", the arguments of `ViT`; "args", the flags of the run; "path"; and
-    whatever else a file of ours holds. Other files are converted to this form; `heads` is their
-    number of attention heads, where they do not say it.
+    The dict has "model", a state dict in which the encoder's tensors are named "encoder.NAME";
+    "encoder", the arguments of `ViT`; "args", the flags of the run; "path"; and whatever else our
+    checkpoint holds. Other repositories' files are converted to this form; `heads` is the number of
+    attention heads for a file that does not say it.
     """
     with reading(path):
         file = read_file(path)
         if not {"model", "encoder", "args"} <= file.keys():
             file = convert(file, path, heads)
         if not isinstance(file["encoder"], dict):
-            raise ValueError(f"it holds a probe's head alone; its encoder is {file['encoder']}")
+            raise ValueError(f"it holds only a probe's head; its encoder is {file['encoder']}")
     return file | {"path": str(path)}
 
 
 def read_file(path: str | Path) -> dict:
-    """The content of a file of PyTorch or safetensors. No code in it runs."""
+    """Reads a file of PyTorch or safetensors without running any code in it."""
     with open(path, "rb") as file:
         start = file.read(40)
     if start[:2] not in (b"PK", b"\x80\x02") and start[8:9] != b"{":
-        # a web page, or what Git LFS leaves in a file's place
-        raise ValueError(f"no file of PyTorch or safetensors: it begins with {start!r}")
+        # probably a web page, or a Git LFS pointer
+        raise ValueError(f"not a file of PyTorch or safetensors: it begins with {start!r}")
     if Path(path).suffix == ".safetensors":
-        from safetensors.torch import load_file  # timm and open_clip need it, too
+        from safetensors.torch import load_file  # a dependency of timm and open_clip, too
         return load_file(path)
     if is_torchscript(path):
         raise ValueError("a TorchScript archive; if it is OpenAI's CLIP, name its model, as in "
@@ -106,12 +108,12 @@ def read_file(path: str | Path) -> dict:
     with torch.serialization.safe_globals(harmless()):
         content = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(content, dict):
-        raise ValueError(f"neither an ExPLoRe checkpoint nor a ViT: a {type(content).__name__}")
+        raise ValueError(f"neither an ExPLoRe checkpoint nor a ViT, but a {type(content).__name__}")
     return content
 
 
 def is_torchscript(path: str | Path) -> bool:
-    """Whether a file is what torch.jit.save writes."""
+    """Whether torch.jit.save wrote this file."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -121,9 +123,9 @@ def is_torchscript(path: str | Path) -> bool:
 def convert(file: dict, path: str | Path, heads: int | None) -> dict:
     """Converts another repository's file to the form of our checkpoints. Raises ValueError.
 
-    Heads and decoders are dropped. Other tensors that our encoder has no place for, such as
-    register tokens, are kept, so that `load_encoder` refuses the file: without them, the
-    features would be wrong, and nothing would say so.
+    The conversion drops heads and decoders. It keeps other tensors that our encoder has no place
+    for, such as register tokens, so that `load_encoder` refuses the file: without these tensors,
+    the features would be silently wrong.
     """
     state = {name: x for name, x in find_encoder(file, path).items() if not NOT_ENCODER.match(name)}
     for name in ("cls_token", "pos_embed"):
@@ -132,7 +134,7 @@ def convert(file: dict, path: str | Path, heads: int | None) -> dict:
     grid = math.isqrt(state["pos_embed"].shape[1] - 1)
     dim, _, patch_size, _ = state[PATCH_EMBED].shape
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-    # the release's routers are part of the MLP, ours are modules
+    # a router's phi belongs to the MLP in the release, and to a module of its own here
     phis = {int(found[1]): x for name, x in state.items()
             if (found := re.fullmatch(r"blocks\.(\d+)\.mlp\.(?:router\.)?phi", name))}
     moe_blocks = sorted(phis)
@@ -149,9 +151,10 @@ def convert(file: dict, path: str | Path, heads: int | None) -> dict:
 
 
 def find_encoder(file: dict, path: str | Path) -> dict[str, Tensor]:
-    """The state dict of the ViT in another repository's file, in the names of timm or of the
-    authors' release, without a prefix. Prints its place if the file has several encoders. Raises
-    ValueError.
+    """Finds the ViT's state dict in another repository's file, and removes its prefix.
+
+    The tensors have timm's names or the release's. If the file has several encoders, prints which
+    one it takes. Raises ValueError if there is none.
     """
     states = {key: x for key, x in file.items() if isinstance(x, dict)} | {"": file}
     places = [(key, name.removesuffix(PATCH_EMBED)) for key, state in states.items()
@@ -169,13 +172,15 @@ def find_encoder(file: dict, path: str | Path) -> dict[str, Tensor]:
     state = {name.removeprefix(prefix).replace("_orig_mod.", ""): x
              for name, x in states[key].items()
              if name.startswith(prefix) and isinstance(x, Tensor)}
-    # DINOv2 may cut its blocks into chunks, whose number comes first
+    # DINOv2 may split its blocks into chunks, and puts the chunk's number before the block's
     return {re.sub(r"^blocks\.\d+\.(?=\d)", "blocks.", name): x for name, x in state.items()}
 
 
 def preference(prefix: str) -> int:
-    """Rank of a prefix in a state dict of several encoders; the lowest is loaded: the student of
-    the authors' release, which stands beside its teacher, or DINOv2's teacher.
+    """The rank of a prefix in a state dict of several encoders; the lowest rank is loaded.
+
+    The release's `student` ranks before its `teacher`, and DINOv2's `teacher.backbone` before its
+    `student.backbone`.
     """
     words = prefix.replace("module.", "").replace("_orig_mod.", "").split(".")[:-1]
     return 0 if words == ["student"] else 1 if words[:1] == ["teacher"] else 2
@@ -206,14 +211,14 @@ def find_heads(file: dict, config: dict, path: str | Path, dim: int) -> int:
     if dim % 64:
         raise ValueError(f"nothing says how many attention heads a width of {dim} has; "
                          "load_checkpoint(path, heads=...) does")
-    heads = 16 if dim == 1280 else dim // 64      # ViT-H has 80 channels a head
-    note(f"{path} does not say how many attention heads it has, and gets {heads}; RUNNING.md says "
-         "how to load it with another number")
+    heads = 16 if dim == 1280 else dim // 64      # ViT-H has 80 channels per head
+    note(f"{path} does not say how many attention heads it has, so it gets {heads}; RUNNING.md "
+         "says how to load it with another number")
     return heads
 
 
 def read_config(path: str | Path) -> dict:
-    """The config.json of timm beside a file, or {}"""
+    """The content of timm's config.json beside a file, or {} if there is none"""
     with contextlib.suppress(OSError, ValueError):
         config = json.loads(Path(path).with_name("config.json").read_text())
         return config if isinstance(config, dict) else {}
@@ -224,24 +229,24 @@ def compare_normalization(config: dict, path: str | Path):
     """Prints a line if timm's config.json beside a file has another mean than ImageNet's."""
     mean = tuple((config.get("pretrained_cfg") or {}).get("mean", IMAGENET_MEAN))
     if mean != IMAGENET_MEAN:
-        note(f"{path}: its config.json has the mean {mean}, and it gets ImageNet's; as a frozen "
+        note(f"{path}: its config.json has the mean {mean}, but it gets ImageNet's; as a frozen "
              f"encoder, timm/local-dir:{Path(path).parent} has its own")
 
 
 def convert_block(state: dict[str, Tensor], at: str, dim: int, experts: int):
-    """Gives the tensors of one block, whose names start with `at`, our names and shapes."""
-    for n in (1, 2):      # a block without LayerScale scales by one
+    """Gives our names and shapes to the tensors of one block, in place. `at` is their prefix."""
+    for n in (1, 2):      # no LayerScale is the same as a LayerScale of one
         gamma = state.pop(f"{at}gamma_{n}", torch.ones(dim))
         state.setdefault(f"{at}ls{n}.gamma", gamma)
-    # In the release's attention, keys have no bias. One would add the same to all logits of a
-    # query, so that zeros are as good.
+    # Keys have no bias in the release's attention. A bias of keys adds the same number to all of a
+    # query's logits, so zeros change nothing.
     if f"{at}attn.q_bias" in state:
         q, v = state.pop(f"{at}attn.q_bias"), state.pop(f"{at}attn.v_bias")
         state[f"{at}attn.qkv.bias"] = torch.cat([q, torch.zeros_like(q), v])
     if f"{at}mlp.phi" in state:      # the release's scale has no dimension
         state[f"{at}mlp.router.phi"] = state.pop(f"{at}mlp.phi").view(dim, experts)
         state[f"{at}mlp.router.scale"] = state.pop(f"{at}mlp.scale").view(1)
-        for n in (1, 2):             # its experts are linear layers
+        for n in (1, 2):             # the release's experts are separate linear layers
             layers = [f"{at}mlp.experts.{e}.fc{n}" for e in range(experts)]
             state[f"{at}mlp.w{n}"] = torch.stack([state.pop(f"{x}.weight").T for x in layers])
             state[f"{at}mlp.b{n}"] = torch.stack([state.pop(f"{x}.bias") for x in layers])
@@ -249,10 +254,11 @@ def convert_block(state: dict[str, Tensor], at: str, dim: int, experts: int):
 
 def load_encoder(source: str | Path | dict, grid: int | None = None,
                  drop_path: float = 0.0) -> ViT:
-    """The encoder of a checkpoint file, or of what `load_checkpoint` returned. Raises UserError.
+    """Loads the encoder of a checkpoint: a file, or the dict from `load_checkpoint`. Raises
+    UserError.
 
-    `grid` is the number of patches on a side of its images, which then have grid * patch_size
-    pixels: position embeddings are resized to it. By default, they stay as they are.
+    With `grid`, position embeddings are resized to grid x grid patches, and the encoder takes
+    images of grid * patch_size pixels a side. By default, it keeps the checkpoint's image size.
     """
     checkpoint = source if isinstance(source, dict) else load_checkpoint(source)
     config = dict(checkpoint["encoder"])
@@ -268,8 +274,8 @@ def load_encoder(source: str | Path | dict, grid: int | None = None,
 
 
 def load_student(source: str | Path | dict, decoder: dict = DECODER) -> Explore:
-    """The student of a checkpoint of pretrain.py, which predicts a teacher's tokens: its encoder
-    with its head and, if it has one, the pixel decoder of this size. Raises UserError.
+    """Loads the student of a checkpoint of pretrain.py: encoder, head and, if the checkpoint has
+    one, a pixel decoder of size `decoder`. Raises UserError.
     """
     checkpoint = source if isinstance(source, dict) else load_checkpoint(source)
     if checkpoint["args"].get("stage") != "pretrain":
@@ -283,14 +289,14 @@ def load_student(source: str | Path | dict, decoder: dict = DECODER) -> Explore:
 
 
 def resize_pos_embed(pos_embed: Tensor, grid: int) -> Tensor:
-    """Resizes position embeddings by bicubic interpolation; that of [CLS] stays as it is.
+    """Resizes position embeddings by bicubic interpolation, except the one of [CLS].
 
-    [1, 1 + M * M, D] -> [1, 1 + grid * grid, D], in float32 if M is not `grid`.
+    [1, 1 + M * M, D] -> [1, 1 + grid * grid, D], in float32 if M is not `grid`
     """
     old = math.isqrt(pos_embed.shape[1] - 1)
     if old == grid:
         return pos_embed
-    # float32, because interpolation on a CPU does not take half precision
+    # float32, because interpolation rejects half precision on a CPU
     cls, patches = pos_embed.float().tensor_split([1], dim=1)
     patches = patches.unflatten(1, (old, old)).permute(0, 3, 1, 2)
     patches = F.interpolate(patches, (grid, grid), mode="bicubic", antialias=True)
@@ -300,11 +306,10 @@ def resize_pos_embed(pos_embed: Tensor, grid: int) -> Tensor:
 # ---------------------------------------------------------------------- frozen, by name
 
 class FrozenEncoder(nn.Module):
-    """Turns images into tokens: [B, 3, S, S] in [0, 1] -> [B, 1 + N, dim].
+    """Turns images [B, 3, S, S] in [0, 1] into tokens [B, 1 + N, dim], [CLS] first.
 
-    [CLS] comes first. The images may have any size: they are resized to `image_size`, and
-    normalized by the model's own `mean` and `std`. A subclass has `tokens`, a function of the
-    normalized images.
+    The images may have any size: the encoder resizes them to `image_size`, and normalizes them by
+    the model's own `mean` and `std`. A subclass defines `tokens`, which takes normalized images.
     """
 
     def __init__(self, image_size: int, dim: int, mean: tuple, std: tuple):
@@ -320,7 +325,7 @@ class FrozenEncoder(nn.Module):
 
 
 class CheckpointEncoder(FrozenEncoder):
-    """The encoder of any checkpoint that `load_encoder` reads: its tokens after the last norm."""
+    """The encoder of any checkpoint that `load_encoder` reads: tokens after the final norm."""
 
     def __init__(self, path: str, grid: int | None):
         checkpoint = load_checkpoint(path)
@@ -335,8 +340,8 @@ class CheckpointEncoder(FrozenEncoder):
 
 
 class ClipPatchEmbed(nn.Module):
-    """CLIP's convolution, which has no overlap and no bias, as the linear layer that it is: on an
-    H200, all of pretraining becomes 3 % faster.
+    """CLIP's patch embedding as a linear layer, because its convolution has no overlap and no bias.
+    On an H200, this makes all of pretraining 3 % faster.
     """
 
     def __init__(self, conv: nn.Conv2d):
@@ -346,15 +351,15 @@ class ClipPatchEmbed(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """images [B, 3, S, S] -> [B, D, grid, grid]"""
-        patches = patchify(images, self.patch_size).contiguous()      # or a product for each row
+        patches = patchify(images, self.patch_size).contiguous()      # else one product per row
         tokens = F.linear(patches, self.weight.flatten(1))            # [B, N, D]
         grid = images.shape[2] // self.patch_size
         return tokens.mT.unflatten(2, (grid, grid))
 
 
 class ClipAttention(Attention):
-    """CLIP's nn.MultiheadAttention with the attention of our ViT, which torch.compile turns into
-    fewer copies of queries, keys and values.
+    """Our ViT's attention with the weights of CLIP's nn.MultiheadAttention: torch.compile makes
+    fewer copies of its queries, keys and values.
     """
 
     def __init__(self, theirs: nn.MultiheadAttention):
@@ -362,12 +367,12 @@ class ClipAttention(Attention):
         self.qkv.weight, self.qkv.bias = theirs.in_proj_weight, theirs.in_proj_bias
         self.proj = theirs.out_proj
 
-    def forward(self, x: Tensor, *_, **__) -> tuple[Tensor]:      # keys and values are x again
+    def forward(self, x: Tensor, *_, **__) -> tuple[Tensor]:      # CLIP passes x as keys, values
         return super().forward(x),
 
 
 class ClipEncoder(FrozenEncoder):
-    """CLIP's ViT from open_clip: its tokens after the last block, before `ln_post`.
+    """CLIP's ViT from open_clip: tokens after the last block, before `ln_post`.
 
     `pretrained` is one of open_clip's tags, a file, or "random".
     """
@@ -375,16 +380,15 @@ class ClipEncoder(FrozenEncoder):
     def __init__(self, name: str, pretrained: str, grid: int | None):
         import open_clip
         config = open_clip.get_model_config(name) or {"vision_cfg": {}}
-        # open_clip's ResNets and ConvNeXts, and its ViTs that come from timm, have none
+        # open_clip's ResNets and ConvNeXts, and its ViTs from timm, have no patch_size
         patch_size = config["vision_cfg"].get("patch_size")
         if not patch_size or not pretrained:
             raise ValueError("no such file, and neither MODEL/PRETRAINED of an open_clip ViT, such "
                              "as ViT-B-16/openai, nor timm/NAME")
-        # OpenAI's weights were trained with QuickGELU. With any other activation, every target
-        # is wrong, and nothing says so. open_clip knows which tags need it; of a file, the user
-        # has to.
+        # OpenAI's weights were trained with QuickGELU. With any other activation, every target is
+        # silently wrong. open_clip knows which tags need QuickGELU; for a file, the user must know.
         quick_gelu = open_clip.get_pretrained_cfg(name, pretrained).get("quick_gelu", False)
-        archive = is_torchscript(pretrained)      # as OpenAI's own files are
+        archive = is_torchscript(pretrained)      # the format of OpenAI's own files
         weights = None if archive or pretrained == "random" else pretrained
         with torch.serialization.safe_globals(harmless()):
             visual = open_clip.create_model(name, weights, force_quick_gelu=quick_gelu).visual
@@ -415,17 +419,21 @@ class ClipEncoder(FrozenEncoder):
 
 
 def read_torchscript(path: str, prefix: str) -> dict[str, Tensor]:
-    """The tensors of a TorchScript archive whose names begin with `prefix`, in float32."""
+    """Reads the tensors of a TorchScript archive whose names begin with `prefix`, in float32. The
+    result's names are without the prefix.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)      # deprecated, like these files
+        warnings.simplefilter("ignore", FutureWarning)      # TorchScript is deprecated
         state = torch.jit.load(path, map_location="cpu").state_dict()
     return {name.removeprefix(prefix): x.float() for name, x in state.items()
             if name.startswith(prefix)}
 
 
 def say_what_a_file_does_not(name: str, file: str, normalization: dict):
-    """Prints which activation, and which mean and std, open_clip's model `name` has with a file of
-    weights, wherever the weights of its tags need different ones.
+    """Prints which activation and which mean open_clip's model `name` uses with a file of weights,
+    if some weights for this model need another activation or mean.
+
+    A file does not say what its weights need.
     """
     import open_clip
     quick = name.endswith("-quickgelu")
@@ -440,26 +448,25 @@ def say_what_a_file_does_not(name: str, file: str, normalization: dict):
     for tag, own in tags.items():
         if own and tuple(own) != mean:
             note(f"{name}/{file} normalizes images by the mean {mean}; {tag}'s weights need "
-                 f"{tuple(own)}: for these, give {name}/{tag}")
+                 f"{tuple(own)}: for these weights, give {name}/{tag}")
 
 
 class TimmEncoder(FrozenEncoder):
-    """A ViT from timm: the tokens of its own `forward_features`.
+    """A ViT from timm: the tokens of timm's own `forward_features`, without register tokens.
 
-    Register tokens are dropped. If the model has no [CLS] token, its pooled output is used
-    instead. `name` is timm's name of the model, for weights from the Hugging Face Hub, or
-    NAME/random.
+    If the model has no [CLS] token, its pooled output takes the place of [CLS]. `name` is timm's
+    name of the model, for weights from the Hugging Face Hub, or NAME/random.
     """
 
     def __init__(self, name: str, grid: int | None):
         import timm
         model = name.removesuffix("/random")
         if not (timm.is_model(model) or ":" in model):      # hf-hub:..., local-dir:...
-            raise ValueError("timm has no model of this name; timm.list_models() has all names")
+            raise ValueError("timm has no model of this name; timm.list_models() lists all names")
         vit = timm.create_model(model, pretrained=model == name, num_classes=0)
-        # of timm's models, plain ViTs have both
+        # only timm's plain ViTs have both
         if not (hasattr(vit, "num_prefix_tokens") and hasattr(vit, "set_input_size")):
-            raise ValueError("not a plain vision transformer, as ViT, DeiT, DINOv2 and EVA are")
+            raise ValueError("not a plain vision transformer, such as ViT, DeiT, DINOv2 or EVA")
         config = timm.data.resolve_model_data_config(vit)
         size = grid * vit.patch_embed.patch_size[0] if grid else config["input_size"][-1]
         vit.set_input_size(img_size=(size, size))
@@ -475,32 +482,32 @@ class TimmEncoder(FrozenEncoder):
 
 
 def build_frozen(name: str, grid: int | None = None) -> FrozenEncoder:
-    """The model of this name, frozen, in eval mode. Raises UserError.
+    """Builds the model of this name, frozen and in eval mode. Raises UserError.
 
     `name` is a checkpoint file, timm/NAME or open_clip's MODEL/PRETRAINED. The first "/" ends
-    MODEL, so PRETRAINED may be the path of a file. `grid` is the number of patches on a side of
-    its images, a student's for its teacher. By default, images have the model's own size.
+    MODEL, so PRETRAINED may be the path of a file. `grid` is the number of patches on a side of an
+    image: a teacher gets its student's grid. The default is the model's own image size.
     """
     model, _, pretrained = name.partition("/")
     pretrained = os.path.expanduser(pretrained)
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)      # so that "random" weights are the same every time
+            torch.manual_seed(0)      # "random" weights are the same every time
             if Path(name).is_file():
                 frozen = CheckpointEncoder(name, grid)
             elif model == "timm":
                 frozen = TimmEncoder(pretrained, grid)
             else:
                 frozen = ClipEncoder(model, pretrained, grid)
-    except UserError:      # of a checkpoint: its message begins with the path
+    except UserError:      # from a checkpoint; the message already begins with its path
         raise
-    except Exception as error:      # timm and open_clip raise many kinds
+    except Exception as error:      # timm and open_clip raise many types
         raise UserError(f"{name}: {no_network(error) or one_line(error)}") from error
     return frozen.eval().requires_grad_(False)
 
 
 def no_network(error: Exception | None) -> str | None:
-    """What to do, if an error or one of its causes says that a download was not possible"""
+    """Advice if the error, or one of its causes, is a failed download; else None."""
     while error:
         if type(error).__name__ == "LocalEntryNotFoundError":      # huggingface_hub's
             return ("its weights are not in the cache, and the Hugging Face Hub cannot be reached. "
@@ -510,10 +517,10 @@ def no_network(error: Exception | None) -> str | None:
 
 
 def one_line(error: Exception | str) -> str:
-    """An error's message as one line, shortened: the first line alone may say nothing.
+    """Puts an error's message on one line, and shortens it. The first line alone may say nothing.
 
-    Where PyTorch reads no more than tensors, its own error is long advice about that, raised while
-    it handles the one that has the reason.
+    With weights_only, PyTorch's own error is long advice on loading everything; the error that it
+    was handling has the reason.
     """
     if isinstance(error, pickle.UnpicklingError):
         error = str(error.__context__ or error).split(" Please use")[0]

@@ -1,4 +1,4 @@
-"""A data set that is drawn on the fly, with labels and annotations: nothing to download."""
+"""A synthetic data set with labels and annotations: nothing to download."""
 
 import colorsys
 
@@ -8,13 +8,14 @@ from torch import Tensor
 
 
 class Shapes:
-    """Images of a textured blob on a noisy background. Its hue and texture are its class.
+    """Synthetic images of a textured blob on a noisy background. The blob's hue and texture are the
+    class.
 
-    There are five hues and two textures. Each image is a function of (split, index) alone:
-    `shapes[index]` is (uint8 [3, size, size], label), and `annotation(index)` is uint8
-    [size, size], 1 on the background and 2 to 11 on the object, by its class. With `noise`, a line
-    through the middle, in a random direction, halves the background: one half is noise of full
-    contrast.
+    There are five hues and two textures. Each image is a function of (split, index) alone.
+    `shapes[index]` is (uint8 [3, size, size], label). `annotation(index)` is uint8 [size, size]:
+    1 on the background and, depending on the class, 2 to 11 on the object. With `noise`, a line
+    through the middle, in a random direction, splits the background, and one half becomes noise of
+    full contrast.
     """
     hues = {"red": 0.0, "yellow": 0.15, "green": 0.35, "blue": 0.6, "purple": 0.8}
     classes = [f"{texture} {hue}" for hue in hues for texture in ("striped", "spotted")]
@@ -25,7 +26,7 @@ class Shapes:
         axis = np.linspace(-1, 1, size, dtype=np.float32)
         self.y, self.x = axis[:, None], axis[None, :]
         distance = np.abs(self.y - np.array([-1, 0, 1], np.float32))
-        self.blend = np.maximum(0, 1 - distance)      # [size, 3]: interpolates 3 values linearly
+        self.blend = np.maximum(0, 1 - distance)      # [size, 3]: linear interpolation of 3 values
 
     def __len__(self) -> int:
         return self.length
@@ -38,12 +39,12 @@ class Shapes:
         return torch.from_numpy(np.where(self.draw(index)[1], label, 1).astype(np.uint8))
 
     def draw(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """-> (image, uint8 [3, size, size]; where the object is, bool [size, size])"""
+        """Draws an image -> (image uint8 [3, size, size], the object's mask bool [size, size])"""
         rng = np.random.default_rng((self.stream, index))
         hue, texture = divmod(index % len(self.classes), 2)
 
-        # The background: 3 x 3 random dull colors, interpolated, and noise. The constants here
-        # and below define the set: with others, results could not be compared.
+        # The background: 3 x 3 random dull colors, interpolated, plus noise. The constants here and
+        # below define the set: if you change them, results are no longer comparable.
         dull = rng.uniform(0.25, 0.75, (1, 3, 3)) + rng.uniform(-0.2, 0.2, (3, 3, 3))
         image = self.blend @ dull.astype(np.float32) @ self.blend.T
         image += 0.1 * rng.standard_normal(image.shape, dtype=np.float32)
@@ -56,7 +57,7 @@ class Shapes:
                   + wave[1] * np.cos(3 * angle + phase[1]))
         inside = np.hypot(dy, dx) < rng.uniform(0.3, 0.55) * radius
 
-        # its texture, in a random direction: stripes of its color, or white spots on its color
+        # the object's texture, in a random direction: stripes of its color, or white spots on it
         turn = rng.uniform(0, np.pi)
         pitch = rng.uniform(12, 18)
         u = pitch * (np.cos(turn) * self.x + np.sin(turn) * self.y)
