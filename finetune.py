@@ -5,8 +5,8 @@
         --augment plain --batch-size 64 --lr 2e-3 --epochs 4 --warmup-epochs 1 \\
         --out runs/teacher
 
-The first finetunes an encoder with experts by all three of --recipe. The second trains a
-classifier from scratch, which can be the teacher of a pretraining run.
+The first command finetunes an encoder with experts by all three parts of --recipe. The second
+command trains a classifier from scratch, which can be the teacher of a pretraining run.
 """
 
 import argparse
@@ -33,14 +33,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("model")
     group.add_argument(
         "checkpoint", nargs="?", type=common.path, metavar="CHECKPOINT",
-        help="an encoder of ExPLoRe, of the authors' release, or with timm's names; without one, "
-             "the model is trained from scratch")
+        help="an encoder of ExPLoRe, of the authors' release, or with timm's names; without a "
+             "checkpoint, the model is trained from scratch")
     group.add_argument("--model", choices=PRESETS, default="vit_base",
                        help="the model to train from scratch")
     group.add_argument("--patch-size", type=positive_int, default=16,
-                       help="that of a model from scratch, pixels a side")
+                       help="side of a patch in pixels, for a model from scratch")
     group.add_argument("--image-size", type=positive_int,
-                       help="pixels a side (default: the checkpoint's, else 224)")
+                       help="side of an image in pixels (default: the checkpoint's, else 224)")
     common.add_pool_flag(group)
 
     args = common.parse_run(parser, argv)
@@ -51,7 +51,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Classifier(nn.Module):
-    """An encoder and a head on its tokens: images [B, 3, S, S] in [0, 1] -> logits [B, C]"""
+    """An encoder with a head on its tokens: images [B, 3, S, S] in [0, 1] -> logits [B, C]"""
 
     def __init__(self, encoder: ViT, head: nn.Module):
         super().__init__()
@@ -63,7 +63,7 @@ class Classifier(nn.Module):
 
 
 def main(args) -> dict[str, float]:
-    """-> top-1 and top-5 accuracy of the best evaluation on val/, in percent"""
+    """Returns the top-1 and top-5 accuracy of the best evaluation on val/, in percent."""
     process = common.Process(args)
     checkpoint = load_checkpoint(args.checkpoint) if args.checkpoint else None
     config = (checkpoint["encoder"] if checkpoint      # the arguments of ViT
@@ -81,7 +81,7 @@ def main(args) -> dict[str, float]:
         encoder = build_vit(args.model, image_size=image_size, patch_size=patch_size,
                             drop_path=args.drop_path)
     supervised.apply_recipe(args, encoder)
-    # a thousandth of the usual size, as in the release
+    # a thousandth of the usual std, as in the release
     head = LinearHead(encoder.dim, len(dataset.classes), args.pool, std=0.001 * 0.02)
     classifier = Classifier(encoder, head).to(process.device)
     layer_decay = args.layer_decay or (0.65 if checkpoint else 1.0)

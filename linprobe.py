@@ -1,4 +1,4 @@
-"""Probes on a frozen encoder: a linear layer, or Efficient Probing on the patches.
+"""Probes on a frozen encoder: a linear layer, or Efficient Probing on the patch tokens.
 
     torchrun --nproc_per_node 4 linprobe.py runs/pretrain/epoch_0300.pt
     python linprobe.py ViT-B-16/openai --probe ep --data food101
@@ -23,8 +23,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
                        help="a checkpoint file, open_clip's MODEL/PRETRAINED, or timm/NAME")
     group.add_argument(
         "--probe", choices=("linear", "ep"), default="linear",
-        help="linear: a linear layer on what --pool says; ep: Efficient Probing, with 32 queries "
-             "on the patch tokens")
+        help="linear: a linear layer on pooled tokens (--pool); ep: Efficient Probing, with 32 "
+             "queries on the patch tokens")
     common.add_pool_flag(group)
     common.add_train_flags(parser, "linprobe", batch_size=2048, lr=2e-3, min_lr=0.0,
                            weight_decay=0.0, clip_grad=0.0)
@@ -37,10 +37,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class EfficientProbe(nn.Module):
-    """The head of Efficient Probing: learned queries attend to the patches, without keys.
+    """The head of Efficient Probing: tokens [B, 1 + N, D] -> logits [B, C]
 
-    Each of Q queries pools its own slice of the patches' value projection, so Q must divide D.
-    tokens [B, 1 + N, D] -> logits [B, C]
+    Learned queries attend to the patch tokens, without a key projection. Each of Q queries pools
+    its own slice of the patches' value projection, so Q must divide D.
     """
 
     def __init__(self, dim: int, classes: int, queries: int = 32):
@@ -62,14 +62,15 @@ class EfficientProbe(nn.Module):
 
 
 class Probe(nn.Module):
-    """A head on a frozen encoder: images [B, 3, S, S] in [0, 1] -> logits [B, C]. The encoder is no
-    part of its parameters and of its state.
+    """A head on a frozen encoder: images [B, 3, S, S] in [0, 1] -> logits [B, C]
+
+    The probe's parameters and state dict do not include the encoder.
     """
 
     def __init__(self, frozen: FrozenEncoder, head: nn.Module):
         super().__init__()
         self.head = head
-        self.outside = (frozen,)      # a tuple, in which PyTorch does not look for modules
+        self.outside = (frozen,)      # in a tuple, PyTorch does not look for modules
 
     def forward(self, images: Tensor) -> Tensor:
         frozen, = self.outside
@@ -79,7 +80,7 @@ class Probe(nn.Module):
 
 
 def main(args) -> dict[str, float]:
-    """-> top-1 and top-5 accuracy of the best evaluation on val/, in percent"""
+    """Returns the top-1 and top-5 accuracy of the best evaluation on val/, in percent."""
     process = common.Process(args)
     frozen = build_frozen(args.encoder).to(process.device)
     dataset, val = (data.open_images(args.data, split, frozen.image_size)

@@ -27,7 +27,7 @@ from common import UserError, positive_int
 from encoders import load_checkpoint, load_encoder
 from model import IMAGENET_MEAN, ViT, normalize
 
-# the release's configuration of mmsegmentation: the auxiliary head's loss and its width
+# the auxiliary head's loss weight and width, from the release's configuration of mmsegmentation
 AUXILIARY_WEIGHT = 0.4
 AUXILIARY_WIDTH = 256
 
@@ -36,16 +36,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = common.make_parser(__doc__, "CHECKPOINT ")
     group = parser.add_argument_group("segmentation")
     group.add_argument("checkpoint", type=common.path, metavar="CHECKPOINT",
-                       help="of ExPLoRe, of the authors' release, or with timm's names")
+                       help="an encoder of ExPLoRe, of the authors' release, or with timm's names")
     group.add_argument(
         "--crop-size", type=positive_int, default=512,
-        help="pixels a side of training crops and of evaluation windows, whose stride is 2/3 of it")
+        help="side in pixels of training crops and of evaluation windows; the windows' stride is "
+             "2/3 of it")
     group.add_argument("--classes", type=positive_int,
-                       help="number of classes (default: ADE20K's 150, or 11 of shapes)")
+                       help="number of classes (default: 150 as in ADE20K, or 11 for shapes)")
     group.add_argument(
         "--zero-is-class", action="store_true",
         help="annotations count classes from 0, and 255 is ignored, as in Cityscapes and VOC; "
-             "without it, they count from 1, and 0 is ignored, as in ADE20K")
+             "without this flag, annotations count from 1, and 0 is ignored, as in ADE20K")
     group.add_argument("--width", type=positive_int, default=768, help="channels of UperNet")
     common.add_train_flags(parser, "segment", batch_size=16, lr=8e-5, min_lr=0.0,
                            weight_decay=0.05, clip_grad=0.0)
@@ -57,10 +58,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 # --------------------------------------------------------------------------------- data
 
 class Scenes(data.Photos):
-    """ADE20K's layout: ROOT/images/SPLIT/NAME.jpg and ROOT/annotations/SPLIT/NAME.png.
+    """Images in ADE20K's layout: ROOT/images/SPLIT/NAME.jpg and ROOT/annotations/SPLIT/NAME.png.
 
-    `annotation(index)` is uint8 [H, W]: a class for each pixel, from 1 on; 0 is ignored. With
-    `zero_is_class`, the files count classes from 0, and 255 is ignored.
+    `annotation(index)` is uint8 [H, W], the class of each pixel, counted from 1; 0 is ignored. With
+    `zero_is_class`, the annotation files count classes from 0, and 255 is ignored.
     """
 
     def __init__(self, root: str, split: str, zero_is_class: bool = False):
@@ -73,33 +74,35 @@ class Scenes(data.Photos):
         self.zero_is_class = zero_is_class
         there = {Path(here, name) for here, _, names in data.walk(annotations) for name in names}
         if missing := [file for file in self.annotations if file not in there]:
-            raise UserError(f"--data {root}: no annotation {missing[0]}, and {len(missing)} of "
+            raise UserError(f"--data {root}: no annotation {missing[0]}; {len(missing)} of "
                             f"{len(self)} images of {split} have none")
 
     def annotation(self, index: int) -> Tensor:
         with Image.open(self.path(index)) as image:
             turn = image.getexif().get(0x0112)
-        if turn in range(2, 9):      # `read_image` turns it: was its annotation made so, too?
-            raise UserError(f"the image {self.path(index)} is to be turned by its EXIF tag (it is "
-                            f"{turn}), and its annotation has none: save both upright, without it")
+        if turn in range(2, 9):      # `read_image` turns the image; who knows if its annotation is?
+            raise UserError(f"the image {self.path(index)} has an EXIF orientation (it is "
+                            f"{turn}), but its annotation has none: save both upright, without it")
         try:
             picture = Image.open(self.annotations[index])
-            stored = picture.tile[0][3]      # as the file has it, such as "L;4", four bits of gray
+            stored = picture.tile[0][3]      # the file's own mode, such as "L;4" for 4-bit gray
             if picture.mode not in ("L", "P") or stored in ("L;2", "L;4"):
-                # Pillow would scale a gray value of four bits, and convert("P") numbers colors
+                # Pillow would rescale 4-bit gray values, and convert("P") renumbers colors
                 raise ValueError(f"it is {stored}; expected class numbers as 8-bit gray or as "
                                  "palette indices. Replace each color by its class number, and "
-                                 "save these as 8-bit gray")
+                                 "save the numbers as 8-bit gray")
             annotation = torch.from_numpy(np.array(picture))
-        except Exception as error:      # Pillow raises many kinds for broken files
+        except Exception as error:      # Pillow raises many types for broken files
             raise UserError(f"cannot read the annotation {self.annotations[index]} ({error})"
                             ) from error
         return annotation + 1 if self.zero_is_class else annotation      # in uint8, 255 becomes 0
 
 
 class EvalScenes(Dataset):
-    """Evaluation views of scenes with classes 1 to `classes`, 0 ignored: a dict of image uint8
-    [3, h, w], whose shorter side is `crop`, and annotation uint8 [H, W].
+    """Evaluation views of scenes.
+
+    Each is a dict of image uint8 [3, h, w], whose shorter side is resized to `crop`, and annotation
+    uint8 [H, W], with classes 1 to `classes`, and 0 for ignored pixels.
     """
 
     def __init__(self, dataset, crop: int, classes: int):
@@ -109,12 +112,13 @@ class EvalScenes(Dataset):
         return len(self.dataset)
 
     def annotation(self, index: int, image: Tensor) -> Tensor:
-        """The annotation uint8 [H, W] of an image [3, H, W]. Raises UserError."""
+        """The annotation uint8 [H, W] of an image [3, H, W]. Raises UserError if they do not match.
+        """
         annotation = self.dataset.annotation(index)
         name = getattr(self.dataset, "annotations", range(len(self)))[index]      # shapes: no files
         if annotation.shape != image.shape[1:]:
-            raise UserError(f"the annotation {name} has shape {tuple(annotation.shape)}, its image "
-                            f"{tuple(image.shape[1:])}")
+            raise UserError(f"the annotation {name} has shape {tuple(annotation.shape)}, but its "
+                            f"image has {tuple(image.shape[1:])}")
         if annotation.max() > self.classes:
             raise UserError(f"--classes {self.classes}: the annotation {name} has class "
                             f"{annotation.max()}, counted from 1 (without --zero-is-class, 0 is "
@@ -129,10 +133,10 @@ class EvalScenes(Dataset):
 
 
 class TrainScenes(EvalScenes):
-    """Training views, indexed by (epoch, index): a dict of image uint8 [3, crop, crop] and
+    """Training views, indexed by (epoch, index). Each is a dict of image uint8 [3, crop, crop] and
     annotation uint8 [crop, crop].
 
-    Augmented as by mmsegmentation: random scale 0.5 to 2, crop, flip, photometric distortion.
+    The augmentation is mmsegmentation's: random scale 0.5 to 2, crop, flip, photometric distortion.
     """
 
     def __init__(self, dataset, crop: int, classes: int, seed: int):
@@ -154,15 +158,15 @@ class TrainScenes(EvalScenes):
             image, annotation = image.flip(-1), annotation.flip(-1)
         image = photometric_distortion(rng, image)
         padding = [0, 0, self.crop - image.shape[2], self.crop - image.shape[1]]
-        gray = [round(255 * x) for x in IMAGENET_MEAN]      # 0 to the model
+        gray = [round(255 * x) for x in IMAGENET_MEAN]      # about 0 once normalized
         return dict(image=TF.pad(image, padding, fill=gray),
                     annotation=TF.pad(annotation, padding, fill=0)[0])
 
 
 def scene_crop(rng: np.random.Generator, annotation: Tensor, crop: int) -> tuple[int, int]:
-    """Top and left of a random crop of [1, H, W].
+    """Draws a random crop of an annotation [1, H, W] -> (top, left)
 
-    Redrawn up to ten times if one class has 75 % of its labeled pixels.
+    Redraws the crop, up to ten times, if one class has 75 % or more of the crop's labeled pixels.
     """
     _, height, width = annotation.shape
     for _ in range(11):
@@ -175,10 +179,11 @@ def scene_crop(rng: np.random.Generator, annotation: Tensor, crop: int) -> tuple
 
 
 def photometric_distortion(rng: np.random.Generator, image: Tensor) -> Tensor:
-    """Brightness, contrast, saturation and hue, each with probability 0.5, uint8 [3, H, W].
+    """Changes an image's brightness, contrast, saturation and hue, each with probability 0.5.
 
-    Brightness is an offset of 32 at most, contrast a factor of 0.5 to 1.5, before or after
-    saturation and hue: in HSV, a factor of 0.5 to 1.5 and a turn of 0.1 at most.
+    uint8 [3, H, W] -> uint8 [3, H, W]. Brightness adds at most 32 in absolute value. Contrast
+    multiplies by 0.5 to 1.5, before or after saturation and hue. In HSV, saturation multiplies by
+    0.5 to 1.5, and hue turns by at most 0.1.
     """
     def draw(low: float, high: float, nothing: float) -> float:
         return rng.uniform(low, high) if rng.random() < 0.5 else nothing
@@ -210,11 +215,12 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 class UperNet(nn.Module):
-    """Pyramid pooling on the deepest of four maps, a feature pyramid, an auxiliary FCN head.
+    """UperNet: pyramid pooling on the deepest of four maps, a feature pyramid, and an auxiliary FCN
+    head on the third map.
 
-    A ViT's maps share one stride; here the first gets a quarter of it, the second half, the
-    last twice. The auxiliary head is on the third.
-    maps [B, D, g, g] x 4 -> (logits [B, C, 4 g, 4 g], auxiliary logits [B, C, g, g])
+    maps [B, D, g, g] x 4 -> (logits [B, C, 4 g, 4 g], auxiliary logits [B, C, g, g]). A ViT's maps
+    all have the same stride; UperNet resizes the first to a quarter of this stride, the second to
+    half, and the last to twice the stride.
     """
 
     def __init__(self, dim: int, classes: int, width: int, scales=(1, 2, 3, 6),
@@ -249,12 +255,12 @@ class UperNet(nn.Module):
 
 
 def feature_blocks(depth: int) -> list[int]:
-    """The blocks whose tokens UperNet sees: 3, 5, 7 and 11 of 12, in proportion of others."""
+    """The blocks whose tokens UperNet sees: 3, 5, 7 and 11 of 12, or in proportion to the depth."""
     return [round(depth * (block + 1) / 12) - 1 for block in (3, 5, 7, 11)]
 
 
 class Segmenter(nn.Module):
-    """images [B, 3, crop, crop] in [0, 1] -> UperNet's two logits"""
+    """An encoder with UperNet: images [B, 3, crop, crop] in [0, 1] -> UperNet's two logits"""
 
     def __init__(self, encoder: ViT, classes: int, width: int):
         super().__init__()
@@ -274,10 +280,10 @@ class Segmenter(nn.Module):
 # --------------------------------------------------------------------------- evaluation
 
 def sliding_window(model, images: Tensor, classes: int, crop: int, stride: int) -> Tensor:
-    """The mean logits of all windows over each pixel: [1, 3, H, W] -> [1, C, H, W]
+    """Averages the logits of all windows that cover a pixel: images [1, 3, H, W] -> [1, C, H, W]
 
-    H and W are at least `crop`. The last window of a row or column ends at the edge of the image.
-    model: [1, 3, crop, crop] -> logits [1, C, crop, crop], C is `classes`.
+    model: [1, 3, crop, crop] -> logits [1, C, crop, crop], where C is `classes`. H and W are at
+    least `crop`. The last window of a row or column ends at the edge of the image.
     """
     _, _, height, width = images.shape
     rows, columns = ([min(start, size - crop) for start in range(0, size - crop + stride, stride)]
@@ -291,10 +297,10 @@ def sliding_window(model, images: Tensor, classes: int, crop: int, stride: int) 
 
 
 def largest(logits: Tensor, size: tuple[int, int], chunk: int = 8) -> Tensor:
-    """The class of each pixel of an image of this size: logits [1, C, h, w] -> [H, W]
+    """The class of each pixel at the size (H, W): logits [1, C, h, w] -> classes [H, W]
 
-    It is resize(logits, size)[0].argmax(0), with the memory of `chunk` classes: 150 classes of a
-    photograph of 12 megapixels would take 7.5 GiB.
+    Same as resize(logits, size)[0].argmax(0), but with the memory of only `chunk` classes: all 150
+    classes of a 12-megapixel photo would take 7.5 GiB.
     """
     best = logits.new_full(size, -math.inf)
     predicted = torch.zeros(size, dtype=torch.long, device=logits.device)
@@ -306,17 +312,19 @@ def largest(logits: Tensor, size: tuple[int, int], chunk: int = 8) -> Tensor:
 
 
 def confusion(predicted: Tensor, annotation: Tensor, classes: int) -> Tensor:
-    """Pixels by true and predicted class, [1 + C, C]: annotation [H, W] from 1, predicted from 0.
+    """Counts pixels by true and predicted class -> [1 + C, C]
 
-    The first row is of the pixels without a label, whose annotation is 0.
+    annotation [H, W] counts classes from 1, predicted [H, W] from 0. The first row counts pixels
+    without a label, whose annotation is 0.
     """
     pairs = annotation.long() * classes + predicted
     return pairs.flatten().bincount(minlength=(1 + classes) * classes).view(1 + classes, classes)
 
 
 def scores(matrix: Tensor) -> dict[str, float]:
-    """mIoU, mean class accuracy, pixel accuracy in percent, of [C, C] pixels by true and predicted
-    class; means skip classes without a value.
+    """Returns mIoU, mean class accuracy and pixel accuracy, in percent.
+
+    matrix [C, C]: number of pixels by true and predicted class. Means skip classes without a value.
     """
     matrix = matrix.double()
     hit, true, predicted = matrix.diag(), matrix.sum(1), matrix.sum(0)
@@ -328,9 +336,10 @@ def scores(matrix: Tensor) -> dict[str, float]:
 
 def measure(model: Segmenter, views: EvalScenes, args, process: common.Process
             ) -> dict[str, float]:
-    """-> scores over all of `views` and all processes, by sliding windows
+    """Computes `scores` by sliding windows, over all of `views` and all processes.
 
-    Prints what of the annotations is not in the scores. Raises UserError if that is all of them.
+    Prints how many pixels are unlabeled and how many classes never occur, because neither counts in
+    the scores. Raises UserError if no pixel is labeled.
     """
     crop, classes = views.crop, views.classes
     stride = max(1, round(crop * 341 / 512))
@@ -343,7 +352,7 @@ def measure(model: Segmenter, views: EvalScenes, args, process: common.Process
         predicted = largest(logits, annotation.shape)
         matrix += confusion(predicted, annotation, classes)
     matrix = process.sum(matrix)
-    pixels = matrix.sum(1)      # of each class, [1 + C]
+    pixels = matrix.sum(1)      # pixels of each true class, [1 + C]; 0 is unlabeled
     absent = (pixels[1:] == 0).sum().item()
     if absent == classes:
         raise UserError(f"--data {args.data}: no pixel of the validation images is labeled")
@@ -355,7 +364,7 @@ def measure(model: Segmenter, views: EvalScenes, args, process: common.Process
 
 
 def main(args) -> dict[str, float]:
-    """-> the scores of the best evaluation"""
+    """Returns the scores of the best evaluation."""
     process = common.Process(args)
     checkpoint = load_checkpoint(args.checkpoint)
     crop = args.crop_size
@@ -375,7 +384,8 @@ def main(args) -> dict[str, float]:
     supervised.apply_recipe(args, encoder)
     segmenter = Segmenter(encoder, classes, args.width).to(process.device)
     if process.world > 1 and process.device.type == "cuda":
-        # In place: statistics over all processes' images. Its forward pass makes the host wait.
+        # In place. Batch statistics are over all ranks' images, for which the host waits in each
+        # forward pass.
         nn.SyncBatchNorm.convert_sync_batchnorm(segmenter)
     if args.compile:
         encoder.compile_blocks()
@@ -384,7 +394,7 @@ def main(args) -> dict[str, float]:
         target = batch["annotation"].long() - 1                 # -1 is ignored
         with process.autocast():
             outputs = model(batch["image"] / 255)
-        # means over all pixels, labeled or not, as in mmsegmentation
+        # the mean is over all pixels, labeled or not, as in mmsegmentation
         main_loss, auxiliary = (
             F.cross_entropy(resize(logits.float(), target.shape[1:]), target, ignore_index=-1,
                             reduction="none").mean()

@@ -1,4 +1,4 @@
-"""The loop of finetuning, probes and segmentation, and what two of them share."""
+"""The training loop of finetuning, probes and segmentation, and the code that two of them share."""
 
 import random
 
@@ -19,14 +19,14 @@ from common import UserError, fraction, positive
 from model import IMAGENET_MEAN, IMAGENET_STD, ViT, pool
 from run import Run
 
-EVAL_BATCH = 256          # images of one forward pass; any number gives the same scores
+EVAL_BATCH = 256          # images per forward pass; any number gives the same scores
 EXPERT_DROPOUT = 0.4
 
 
 # -------------------------------------------------------------------------------- flags
 
 def add_augment_flag(parser):
-    """The flag of finetuning and probes."""
+    """Adds the flag that finetuning and probes share."""
     group = parser.add_argument_group("supervision")
     group.add_argument(
         "--augment", choices=("strong", "plain"), default="strong",
@@ -35,42 +35,44 @@ def add_augment_flag(parser):
 
 
 def add_transfer_flags(parser, layer_decay: float | None):
-    """The flags of finetuning and segmentation."""
+    """Adds the flags that finetuning and segmentation share."""
     group = parser.add_argument_group("transfer")
     group.add_argument(
         "--recipe", nargs="+", choices=("fr", "fa", "exd", "none"), metavar="R",
         help="fr: freeze the routers' phi and scale; fa: freeze attention; exd: drop whole experts "
              "(default: all three for a model with experts, else none)")
     group.add_argument("--expert-dropout", type=fraction, default=EXPERT_DROPOUT,
-                       help="probability of --recipe exd")
+                       help="probability that --recipe exd drops an expert")
     group.add_argument(
         "--layer-decay", type=positive, default=layer_decay,
-        help="factor of the learning rate from each block to the one before it (finetune.py: 0.65, "
-             "or 1 from scratch)")
+        help="layer-wise decay: factor of the learning rate from each block to the block before it "
+             "(finetune.py: 0.65, or 1 from scratch)")
     group.add_argument("--drop-path", type=fraction, default=0.1,
-                       help="stochastic depth of the last block, rising from 0 at the first")
+                       help="stochastic depth: drop probability of the last block, which rises "
+                            "linearly from 0 at the first block")
 
 
 # ------------------------------------------------------------------------- augmentation
 
 def rand_augment():
-    """The release's RandAugment, which is timm's, for PIL images.
+    """timm's RandAugment for PIL images, with the release's settings.
 
-    It applies two operations, each with probability 0.5 and a magnitude of its own around 9. It
-    draws from the global generators of Python and NumPy.
+    It applies two operations, each with probability 0.5 and a random magnitude around 9. It draws
+    from the global generators of Python and NumPy.
     """
-    # imported here, because importing timm takes seconds, and plain augmentation does without
+    # imported here, because timm takes seconds to import, and plain augmentation does not need it
     from timm.data.auto_augment import rand_augment_transform
     mean = tuple(round(255 * value) for value in IMAGENET_MEAN)
     return rand_augment_transform("rand-m9-mstd0.5-inc1", dict(
         img_mean=mean, interpolation=Image.BICUBIC,
-        magnitude_max=9.99))      # from 10 on, timm posterizes to 0 bits, which Pillow refuses
+        magnitude_max=9.99))      # from 10 on, timm posterizes to 0 bits, which Pillow rejects
 
 
 def random_erasing(rng: np.random.Generator, image: Tensor):
-    """timm's random erasing: noise in a box of 2 to 33 % of the area of uint8 [3, S, S], in place.
+    """timm's random erasing: fills a box of 2 to 33 % of the area of uint8 [3, S, S] with noise, in
+    place.
 
-    The ranges are timm's. The noise is as well, but for clipping to what uint8 can hold.
+    The ranges and the noise are timm's, except that the noise is clipped to the range of uint8.
     """
     top, left, h, w = data.random_crop(rng, *image.shape[-2:], scale=(0.02, 1 / 3),
                                        ratio=(0.3, 1 / 0.3))
@@ -80,8 +82,9 @@ def random_erasing(rng: np.random.Generator, image: Tensor):
 
 
 class StrongViews(data.TrainViews):
-    """TrainViews with smaller crops, and RandAugment instead of color jitter. `erase` adds random
-    erasing to a quarter of the images.
+    """TrainViews with smaller crops, and with RandAugment instead of color jitter.
+
+    `erase` adds random erasing to a quarter of the images.
     """
     scale = (0.08, 1.0)
 
@@ -97,16 +100,17 @@ class StrongViews(data.TrainViews):
         image = TF.pil_to_tensor(self.rand_augment(TF.to_pil_image(view["image"])))
         if self.erase and rng.random() < 0.25:
             random_erasing(rng, image)
-        # no color jitter: its factors are 1
+        # factors of 1 switch off color jitter
         return view | dict(image=image, jitter=np.ones_like(view["jitter"]))
 
 
 # ----------------------------------------------------------------------------- transfer
 
 def apply_recipe(args, encoder: ViT):
-    """FR freezes the routers' phi and scale, FA freezes attention, ExD drops experts (Table 4).
+    """Applies --recipe to `encoder`, in place (Table 4).
 
-    Changes `encoder` in place. Raises UserError if --recipe does not fit it.
+    FR freezes the routers' phi and scale, FA freezes attention, and ExD drops experts. Raises
+    UserError if --recipe does not fit the encoder.
     """
     moes = [encoder.blocks[i].mlp for i in encoder.moe_blocks]
     recipe = args.recipe or (["fr", "fa", "exd"] if moes else ["none"])
@@ -126,11 +130,11 @@ def apply_recipe(args, encoder: ViT):
 
 
 def layerwise_lr(depth: int, decay: float):
-    """Layer-wise decay of the learning rate -> a function of a parameter's name.
+    """Layer-wise decay -> a function from a parameter's name to its factor of the learning rate
 
-    What follows the last block, such as the final norm and the head, learns at the whole rate, the
-    last block at `decay` times the rate, and each layer below at `decay` times that of the layer
-    above. The embeddings are the lowest layer.
+    Layers after the last block, such as the final norm and the head, have factor 1. The last block
+    has factor `decay`, and each layer below has `decay` times the factor of the layer above. The
+    embeddings are the lowest layer.
     """
     def lr_scale(name: str) -> float:
         name = name.removeprefix("encoder.")
@@ -144,7 +148,7 @@ def layerwise_lr(depth: int, decay: float):
 # ----------------------------------------------------------------------- classification
 
 class LinearHead(nn.Linear):
-    """A linear layer on [CLS] or on the mean patch: tokens [B, 1 + N, D] -> logits [B, C]."""
+    """A linear layer on [CLS] or the mean patch token: tokens [B, 1 + N, D] -> logits [B, C]"""
 
     def __init__(self, dim: int, classes: int, pool: str = "cls", std: float = 0.02):
         super().__init__(dim, classes)
@@ -158,7 +162,7 @@ class LinearHead(nn.Linear):
 
 def accuracy(model: nn.Module, views: data.CenterViews, args, process: common.Process
              ) -> dict[str, float]:
-    """-> top-1 and top-5 accuracy in percent over all of `views` and all processes
+    """Measures top-1 and top-5 accuracy in percent, over all of `views` and all processes.
 
     model: images [B, 3, S, S] in [0, 1] -> logits [B, C]
     """
@@ -175,10 +179,10 @@ def accuracy(model: nn.Module, views: data.CenterViews, args, process: common.Pr
 
 def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dataset, val: Dataset,
                    image_size: int, *, erase: bool = False, **run) -> dict[str, float]:
-    """Trains a classifier of whole images -> top-1 and top-5 of the best evaluation on `val`
+    """Trains an image classifier -> top-1 and top-5 accuracy of the best evaluation on `val`
 
     model: images [B, 3, S, S] in [0, 1] -> logits [B, C]. `erase` adds random erasing to strong
-    augmentation. run: what `fit` takes by name.
+    augmentation. run: keyword arguments of `fit`.
     """
     strong = args.augment == "strong"
     views = (StrongViews(dataset, image_size, args.seed, erase) if strong
@@ -191,7 +195,7 @@ def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dat
     def compute_loss(model: nn.Module, batch: dict) -> dict[str, Tensor]:
         images, target = data.augment(batch), batch["label"]
         if strong:
-            images, target = mix(images, target)      # target [B, C], which sums to 1
+            images, target = mix(images, target)      # target [B, C]; each row sums to 1
         with process.autocast():
             logits = model(images)
         return {"loss": F.cross_entropy(logits.float(), target,
@@ -208,20 +212,21 @@ def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dat
 def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute_loss, evaluate,
         *, model_name: str, encoder_config, classes=(), lr_scale=lambda name: 1.0
         ) -> dict[str, float]:
-    """The loop of finetuning, probes and segmentation -> the scores of the best evaluation
+    """Trains `model` and evaluates it every --save-every -> the scores of the best evaluation
 
-    views: training images, as in `data.TrainViews`. compute_loss(model, batch) returns metrics;
-    metrics["loss"] is minimized. evaluate() returns scores in percent; the first one decides which
-    evaluation is the best. model_name, encoder_config, classes: see `Run`. lr_scale: see
-    `optim.adamw`.
+    views: training images, as in `data.TrainViews`
+    compute_loss(model, batch): returns metrics; metrics["loss"] is minimized
+    evaluate(): returns scores in percent; the first score decides which evaluation is the best
+    model_name, encoder_config, classes: see `Run`
+    lr_scale: see `optim.adamw`
     """
     micro_steps, epoch_steps = data.plan_steps(args, process.world, len(views))
     normalized = any(isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d))
                      for layer in model.modules())
     mixed = vars(args).get("augment") == "strong"
     if (normalized or mixed) and args.batch_size == process.world * micro_steps:
-        raise UserError("micro-batches of one image: batch normalization and mixup need more, so "
-                        "give a larger --micro-batch or --batch-size")
+        raise UserError("micro-batches of one image: batch normalization and mixup need more "
+                        "images, so give a larger --micro-batch or --batch-size")
     if "epochs" in args:
         steps, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
         decay = "cosine"
@@ -241,15 +246,15 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
     def evaluate_if_due(done: int):
         if not run.is_evaluation_due(done):
             return
-        if process.world > 1:      # each process has its own batch statistics
+        if process.world > 1:      # ranks have different batch statistics: broadcast rank 0's
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
         model.eval()
-        run.evaluate(done, evaluate)              # the log, best.pt, last.pt
+        run.evaluate(done, evaluate)              # logs, saves best.pt and last.pt
         model.train()
 
     with run.listening():
-        evaluate_if_due(first)                    # the run was stopped in an evaluation
+        evaluate_if_due(first)                    # if the run was stopped during an evaluation
         for step in run.steps(first):
             lr = optim.learning_rate(step, steps, warmup, args.lr, args.min_lr, decay)
             optim.set_rate(optimizer, lr)
@@ -263,7 +268,7 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
                 run.log(metrics)
 
             run.log(optim.optimizer_step(optimizer, process.scaler, args.clip_grad))
-            if run.end_step(step, lr):            # the log, last.pt; True after a signal
+            if run.end_step(step, lr):            # logs, saves last.pt; True after a signal
                 break
             evaluate_if_due(step + 1)
     run.report()
