@@ -98,7 +98,7 @@ def launch(main, args: argparse.Namespace):
         sys.exit(2)
     except RuntimeError as error:
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            note("torch.compile failed; --no-compile does without it")
+            note("torch.compile failed; --no-compile runs without it")
         raise
     if dist.is_initialized():
         # a process that exits while another is still in its last all-reduce can block the other
@@ -179,7 +179,7 @@ def make_parser(doc: str, arguments: str = "") -> argparse.ArgumentParser:
 
 
 def count_cores() -> int:
-    """This process's share of the cores that the job may use, at least one."""
+    """The number of cores for this process, its share on this machine, at least one."""
     linux = hasattr(os, "sched_getaffinity")      # macOS does not say which cores a process may use
     cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count()
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -227,7 +227,7 @@ def add_length_flags(parser: argparse.ArgumentParser, unit: str, *, length: int,
 
 def add_pool_flag(group):
     group.add_argument("--pool", choices=("cls", "mean"), default="cls",
-                       help="pooling: the [CLS] token, or the mean of the patch tokens")
+                       help="pooling: the [CLS] token, or the mean patch token")
 
 
 def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:

@@ -57,7 +57,7 @@ def read_image(path: str | os.PathLike) -> Tensor:
             if picture.mode[0] in "IF":      # 16 or 32 bits, which Pillow would convert to white
                 raise ValueError(f"mode {picture.mode}, expected 8 bits a channel")
             rgb = TF.pil_to_tensor(ImageOps.exif_transpose(picture).convert("RGB"))
-    except Exception as error:      # Pillow raises many kinds for broken files
+    except Exception as error:      # Pillow raises many types for broken files
         raise UserError(f"cannot read the image {path} ({type(error).__name__}: {error})"
                         ) from error
     if picture.format == "JPEG":
@@ -437,8 +437,8 @@ def shield(worker: int):
 
 @atexit.register
 def end_loaders():
-    """Kills the workers when a run fails. Python would send them SIGTERM, which they ignore
-    (`shield`), and wait for them forever.
+    """Kills the workers of a run that failed. At exit, Python sends them SIGTERM, which they ignore
+    (`shield`), and would wait for them forever.
     """
     for process in multiprocessing.active_children():
         if process.daemon:

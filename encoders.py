@@ -209,8 +209,8 @@ def find_heads(file: dict, config: dict, path: str | Path, dim: int) -> int:
             with torch.device("meta"):
                 return timm.create_model(str(name)).blocks[0].attn.num_heads
     if dim % 64:
-        raise ValueError(f"nothing says how many attention heads a width of {dim} has; "
-                         "load_checkpoint(path, heads=...) does")
+        raise ValueError(f"the number of attention heads is unknown for a width of {dim}; give it "
+                         "to load_checkpoint(path, heads=...)")
     heads = 16 if dim == 1280 else dim // 64      # ViT-H has 80 channels per head
     note(f"{path} does not say how many attention heads it has, so it gets {heads}; RUNNING.md "
          "says how to load it with another number")
@@ -412,7 +412,7 @@ class ClipEncoder(FrozenEncoder):
 
     def tokens(self, images: Tensor) -> Tensor:
         last = self.visual.forward_intermediates(
-            images, indices=1,      # the last one
+            images, indices=1,      # only the last block
             intermediates_only=True, output_fmt="NLC", output_extra_tokens=True)
         return torch.cat([last["image_intermediates_prefix"][0],
                           last["image_intermediates"][0]], dim=1)

@@ -29,7 +29,7 @@ def token_loss(pred: Tensor, target: Tensor) -> Tensor:
     features. The function layer-normalizes the targets.
     """
     target = F.layer_norm(target, target.shape[-1:])
-    # not F.huber_loss, which rejects half-precision predictions of float32 targets
+    # not F.huber_loss, whose backward pass rejects half-precision predictions of float32 targets
     return F.smooth_l1_loss(pred, target, reduction="none", beta=1.0).mean(-1)
 
 

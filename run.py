@@ -68,7 +68,7 @@ class Run:
     def say(self, line: str):
         """Prints a line on rank 0."""
         if self.process.rank == 0:
-            tqdm.write(line)      # beside a progress bar
+            tqdm.write(line)      # tqdm keeps the line clear of a progress bar
             sys.stdout.flush()
 
     # ------------------------------------------------------------------------- resuming

@@ -115,7 +115,7 @@ def apply_recipe(args, encoder: ViT):
     moes = [encoder.blocks[i].mlp for i in encoder.moe_blocks]
     recipe = args.recipe or (["fr", "fa", "exd"] if moes else ["none"])
     if "none" in recipe and len(recipe) > 1:
-        raise UserError(f"--recipe {' '.join(recipe)}: none excludes the others")
+        raise UserError(f"--recipe {' '.join(recipe)}: \"none\" excludes the others")
     if not moes and {"fr", "exd"} & set(recipe):
         raise UserError(f"--recipe {' '.join(recipe)}: the encoder has no experts")
     if args.expert_dropout != EXPERT_DROPOUT and "exd" not in recipe:
