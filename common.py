@@ -163,7 +163,7 @@ def make_parser(doc: str, arguments: str = "") -> argparse.ArgumentParser:
         help="a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (segment.py: ADE20K's layout; "
              "pretrain.py and analyze.py: any folder of images); or cifar10 or food101, which are "
              "read from data/; or shapes or shapes-noise, which are synthetic. $IMAGENET, if set, "
-             "is the default")
+             "is the default; knn.py and analyze.py take the checkpoint's own set first")
     group.add_argument("--workers", type=non_negative_int, default=min(16, count_cores()),
                        help="workers that load images, per process")
     group.add_argument(
