@@ -1334,15 +1334,6 @@ def test_a_png_is_a_png_whatever_its_name_and_the_bytes_of_its_name(tmp_path):
         assert (image.permute(1, 2, 0).numpy() == PICTURE).all()
 
 
-@pytest.mark.parametrize("turn", range(1, 9))
-def test_pngs_are_upright(tmp_path, turn):
-    exif = Image.Exif()
-    exif[0x0112] = turn
-    Image.fromarray(PICTURE).save(tmp_path / "x.png", exif=exif)
-    upright = ImageOps.exif_transpose(Image.open(tmp_path / "x.png"))
-    assert torch.equal(data.read_image(tmp_path / "x.png"), TF.pil_to_tensor(upright))
-
-
 @pytest.mark.parametrize("name, kind, said", (
     ("gone.jpg", None, "FileNotFoundError"), ("x.tiff", np.float32, "ValueError: mode F"),
     ("x.png", np.uint16, "ValueError: mode I;16")))
@@ -1354,11 +1345,12 @@ def test_images_that_are_gone_or_do_not_have_8_bits_are_named(tmp_path, name, ki
         data.read_image(tmp_path / name)
 
 
-def test_jpegs_are_read_without_pillow_and_have_its_pixels(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind, mode", (("PNG", "P"), ("JPEG", "CMYK")))
+def test_images_have_pillows_pixels_upright_and_jpegs_without_pillow(tmp_path, monkeypatch, kind,
+                                                                     mode):
     """Whatever their name, color space or orientation."""
     image = Image.fromarray(PICTURE)
-    pictures = {"gray.png": (image.convert("L"), {}),
-                "cmyk.JPEG": (image.convert("CMYK"), {}),
+    pictures = {"gray.png": (image.convert("L"), {}), f"{mode}.JPEG": (image.convert(mode), {}),
                 "progressive.jpg": (image, dict(progressive=True))}
     for orientation in range(1, 9):
         exif = Image.Exif()
@@ -1366,10 +1358,11 @@ def test_jpegs_are_read_without_pillow_and_have_its_pixels(tmp_path, monkeypatch
         pictures[f"{orientation}.jpg"] = image, dict(exif=exif)
     expected = {}
     for name, (picture, how) in pictures.items():
-        picture.save(tmp_path / name, format="JPEG", **how)
+        picture.save(tmp_path / name, format=kind, **how)
         upright = ImageOps.exif_transpose(Image.open(tmp_path / name))
         expected[name] = TF.pil_to_tensor(upright.convert("RGB"))
-    monkeypatch.setattr(Image, "open", Mock(side_effect=AssertionError))
+    if kind == "JPEG":
+        monkeypatch.setattr(Image, "open", Mock(side_effect=AssertionError))
     for name, pixels in expected.items():
         assert torch.equal(data.read_image(tmp_path / name), pixels), name
 
@@ -1943,36 +1936,28 @@ def test_a_process_takes_the_gpu_of_its_rank_on_its_machine(monkeypatch):
     assert process.scaler.get_scale() == 2 ** 16 and process.scaler.get_growth_factor() == 2
 
 
-@pytest.fixture
-def meta(monkeypatch):
-    """Runs compute on PyTorch's "meta" device, two steps without a line of the log.
-
-    Its tensors have a device and a shape, but no values. What reads one raises an error, as do
-    most operations that mix it with another device. So this device stands in for a GPU.
+@pytest.mark.parametrize("name, flags", (
+    ("pretrain", "--recompute --balance rlw"), ("pretrain", "--experts 0 --balance gradnorm"),
+    ("pretrain", "--encoding dense --objective token_cls_pixel --importance-weight 1"),
+    ("finetune", ""), ("linear", "--augment plain"), ("ep", ""), ("segment", "")))
+def test_a_step_stays_on_its_device_and_the_host_waits_for_nothing(stage, monkeypatch, name, flags):
+    """Two steps without a line of the log compute on PyTorch's "meta" device. Its tensors have a
+    device and a shape, but no values. What reads one raises an error, as do most operations that
+    mix it with another device. So this device stands in for a GPU.
     """
-    device = torch.device("meta")
-
     def process(self, args, init=common.Process.__init__):
         init(self, args)
-        self.device = device
+        self.device = torch.device("meta")
 
     def end_step(self, step, *args, end=run.Run.end_step):
         return end(self, step, *args) or step == 1
-    for owner, name, changed in (
+    for owner, attribute, changed in (
             (common.Process, "__init__", process), (run.Run, "end_step", end_step),
             (run.Run, "resume", lambda run: 0), (run.Run, "save", lambda *args: None),
             (torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext()),
             (sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices",
              lambda: ["meta"])):
-        monkeypatch.setattr(owner, name, changed)
-
-
-@pytest.mark.parametrize("name, flags", (
-    ("pretrain", "--recompute --balance rlw"), ("pretrain", "--experts 0 --balance gradnorm"),
-    ("pretrain", "--encoding dense --objective token_cls_pixel --importance-weight 1"),
-    ("finetune", ""), ("linear", "--augment plain"), ("ep", ""), ("segment", "")))
-def test_a_step_stays_on_its_device_and_the_host_waits_for_nothing(stage, monkeypatch, meta, name,
-                                                                  flags):
+        monkeypatch.setattr(owner, attribute, changed)
     steps = spy(monkeypatch, optim, "optimizer_step")
     SCRIPTS[name].main(SCRIPTS[name].parse_args(stage(name, flags)))
     assert len(steps) == 2
@@ -2495,6 +2480,7 @@ def test_a_signal_that_reaches_the_loaders_too_stops_the_run_at_its_next_log_lin
     code, out, error = finish(start(program, *argv))
     assert code == 0 and "Traceback" not in error, error
     assert f"stopped by {number.name}" in out
+    assert error.count("next line of the log") == 1      # no loader answers
     assert encoders.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 11
 
 
@@ -2884,10 +2870,15 @@ def test_a_version_with_another_flag_resumes_and_compares_the_flags_of_both(caps
     assert train([*argv, "--max-steps", "3"])[0]["step"] == 3
 
 
-def test_an_out_that_is_a_file_is_named(capsys, stage, tmp_path):
+def test_an_out_that_cannot_be_written_is_named_before_the_work(capsys, stage, monkeypatch,
+                                                                tmp_path):
+    monkeypatch.setattr(knn, "knn_accuracy", Mock(side_effect=AssertionError))
     (tmp_path / "file").write_text("")
     for name in ("pretrain", "finetune", "knn"):
         assert f"--out {tmp_path}/file: " in refusal(capsys, name, *stage(name, out="file"))
+    monkeypatch.setattr(common.tempfile, "TemporaryFile",
+                        Mock(side_effect=PermissionError(13, "Permission denied")))
+    assert refusal(capsys, "knn", *stage("knn")).endswith("run: Permission denied")
 
 
 @pytest.mark.parametrize("cut", (0, 40, None))
@@ -3419,13 +3410,6 @@ def test_knn_of_a_folder_names_a_file_in_it(stage, tmp_path, capsys):
     assert error.startswith(str(tmp_path)) and f"{tmp_path}/last.pt" in error
 
 
-def test_knn_that_cannot_write_its_rows_says_so_before_its_work(stage, capsys, monkeypatch):
-    monkeypatch.setattr(common.tempfile, "TemporaryFile",
-                        Mock(side_effect=PermissionError(13, "Permission denied")))
-    monkeypatch.setattr(knn, "knn_accuracy", Mock(side_effect=AssertionError))
-    assert refusal(capsys, "knn", *stage("knn")).endswith("run: Permission denied")
-
-
 def test_knn_prints_before_it_writes(stage, monkeypatch, capsys):
     """A full disk costs no number."""
     monkeypatch.setattr(knn.json, "dumps", Mock(side_effect=OSError(errno.ENOSPC, "full")))
@@ -3882,9 +3866,9 @@ def test_routing_json_equals_numpy_on_the_same_weights(write_student, teacher, m
     assert np.allclose(measured["points"], pair * torch.tensor([[17.0], [1.0]]), atol=1e-4)
 
 
+@pytest.mark.usefixtures("drawn")      # to save pictures takes longer
 def test_each_checkpoint_in_turn_has_its_loss_block_and_with_its_teacher_a_correlation(
-        write_student, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", Mock())      # which takes longer
+        write_student, tmp_path, capsys):
     argv = [write_student("a"), write_student("b", teacher="gone.pt"),
             write_student("c", teacher=None, loss_block=None)]
     numbers = show(*argv, "--out", str(tmp_path / "all"))
@@ -3947,9 +3931,9 @@ def test_of_more_than_two_checkpoints_expert_0_is_drawn_in_the_order_given(write
         for numbers in models for row in numbers["blocks"] if row["block"] == numbers["block"]]
 
 
+@pytest.mark.usefixtures("drawn")
 def test_without_data_the_analysis_sees_what_the_checkpoint_was_trained_on_if_that_is_there(
         write_student, photos, monkeypatch, tmp_path):
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", Mock())      # which takes longer
     monkeypatch.setenv("IMAGENET", str(tmp_path / "imagenet"))
     write_images(tmp_path / "imagenet", "val/0.png")
     opened = spy(monkeypatch, data, "open_images")
@@ -4003,7 +3987,9 @@ def write_run(tmp_path):
 
 def test_each_run_is_drawn_over_epochs_in_a_panel_for_each_quantity_it_has(write_run, drawn,
                                                                            tmp_path):
-    """The loss of pretraining is left out: it is mostly entropies."""
+    """The loss of pretraining is left out: it is mostly entropies. A data set has the name of its
+    folder's parent before its own: two may be called imagenet.
+    """
     runs = [write_run("routed $x$", loss=[-9, -8], token=[0.4, 0.2], token_ratio=[1, 0.9],
                       objective_weights=[[1], [1]],
                       token_unweighted=[0.6, 0.3], dispatch_cv=[[0.1, 7], [0.3, 7]],
@@ -4043,26 +4029,10 @@ def test_losses_have_a_logarithmic_axis_unless_one_is_negative(write_run, drawn)
         "learning rate": "linear", "validation accuracy": "linear"}
 
 
-def test_pretraining_with_another_loss_in_place_of_the_token_loss_has_no_total(write_run):
-    run = write_run("one", loss=[-9, -8], cosine=[0.4, 0.2], objective_weights=[[1], [1]])
-    assert not any("loss" in line for line in plot.read_run(run))
-
-
 def test_each_field_of_a_log_has_its_panel_and_no_other():
     known = LINE | {"main", "auxiliary", "miou", "mean_accuracy", "pixel_accuracy", "top5"}
     panels = plot.find_panels(known)
     assert {fields for *_, fields in panels} == {("loss",), ("lr",), ("miou",)}
-
-
-def test_data_sets_of_one_name_have_curves_of_their_own(write_run):
-    folder = Path(write_run("one"))
-    rows = [{"epoch": 1.0, "encoder": "one/last.pt", "pool": "cls", "data": data, "top1": top1}
-            for data, top1 in (("/v1/photos/", 50), ("/v2/photos", 20), ("/a", 30), ("shapes", 40))]
-    write_text(folder / "knn.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
-    found = {name: line[name] for line in plot.read_run(str(folder)) for name in line
-             if name.startswith("k-NN")}
-    assert found == {"k-NN, v1/photos, [CLS]": 50, "k-NN, v2/photos, [CLS]": 20,
-                     "k-NN, /a, [CLS]": 30, "k-NN, shapes, [CLS]": 40}
 
 
 def test_plot_says_in_one_line_what_it_misses(write_run, tmp_path, capsys):
@@ -4457,25 +4427,6 @@ def plain_gains(rows, name, arm, part):
         lower = base[f"loss{part}"] - run[f"loss{part}"] if share else 0
         found.append(100 * share * lower / base["loss"])
     return np.array(found)
-
-
-def test_the_controls_gains_on_look_alikes_and_others_add_up_to_that_on_all(toy_rows):
-    for name, arm in (("flat", "oracle"), ("flat", "softmin"), ("random", "routed"),
-                      ("clean", "softmin")):
-        group = [row for row in toy_rows if row["set"] == name]
-        gains = {part: control_tables.gain(group, arm, part) for part in control_tables.PARTS}
-        for part, found in gains.items():
-            assert found == pytest.approx(plain_gains(toy_rows, name, arm, part), rel=1e-9)
-        assert gains["_lookalikes"] + gains["_others"] == pytest.approx(gains[""])
-    group = [row for row in toy_rows if row["set"] == "flat"]
-    best = plain_gains(toy_rows, "flat", "oracle", "_lookalikes")
-    softmin = plain_gains(toy_rows, "flat", "softmin", "_lookalikes")
-    share = control_tables.recovered(group, "softmin", "_lookalikes", of="_lookalikes")
-    assert share == pytest.approx(softmin / best)
-    # where the oracle gains nothing, there is no share
-    assert control_tables.recovered(group, "softmin", "_others", of="_others") is None
-    assert control_tables.interval(softmin) == pytest.approx(
-        (softmin.mean(), 4.303 * softmin.std(ddof=1) / 3 ** 0.5))
 
 
 def test_the_controls_tables_and_picture_show_the_sets_that_are_finished(toy_rows, tmp_path,
