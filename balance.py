@@ -91,4 +91,5 @@ class GradNorm(ObjectiveWeights):
         change = self.lr * torch.sign(weighted - target) * norms
         changed = (self.weights - change).clamp_min(1e-3)      # our addition: weights stay positive
         changed = changed * len(changed) / changed.sum()
-        self.weights = torch.where(changed.isfinite().all(), changed, self.weights)
+        finite = means.isfinite().all() & changed.isfinite().all()
+        self.weights = torch.where(finite, changed, self.weights)

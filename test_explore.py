@@ -283,6 +283,15 @@ def test_a_student_that_is_exported_takes_another_number_of_images(dense):
     torch.testing.assert_close(found.tokens, student(images[:3], mask[:3], ids_keep[:3]).tokens)
 
 
+def test_onnx_has_a_batch_of_any_size(tmp_path):
+    onnx = pytest.importorskip("onnx")      # which requirements.txt does not install
+    pytest.importorskip("onnxscript")
+    torch.onnx.export(nano(experts=2).eval(), (torch.rand(3, 3, 32, 32),), tmp_path / "x.onnx",
+                      dynamo=True, dynamic_shapes=({0: torch.export.Dim("batch")},))
+    for each in onnx.load(tmp_path / "x.onnx").graph.output:
+        assert each.type.tensor_type.shape.dim[0].dim_param
+
+
 def test_a_model_that_is_made_without_memory_trains_once_its_weights_are_loaded():
     """The meta device, as fully sharded training recommends it; drop path stays as it was."""
     whole = nano(experts=2, drop_path=0.3)
@@ -760,7 +769,8 @@ def test_gradnorm_sees_gradients_that_would_be_zero_in_fp16_and_keeps_no_scale()
 def test_gradnorm_survives_numbers_that_are_not_finite():
     even = [[1.0], [1.0]]      # gradients
     steps = ([1.0, 1.0], even), ([0.9, 0.1], even)      # the first loss has hardly fallen
-    for wrong in (([math.nan, 0.1], even), ([0.9, 0.1], [[1.0], [math.inf]])):
+    for wrong in (([math.nan, 0.1], even), ([math.inf, 0.1], even),
+                  ([0.9, 0.1], [[1.0], [math.inf]])):
         assert gradnorm_weights(*steps, wrong) == gradnorm_weights(*steps)
     late = gradnorm_weights(([math.nan, 1.0], even), ([4.0, 1.0], even), ([2.0, 1.0], even))
     assert late[0] < 1 < late[1]      # what is not finite is no first loss
@@ -2593,6 +2603,7 @@ def test_processes_that_do_not_run_the_same_do_not_start(stage, photos, tmp_path
         line = error.strip().splitlines()[-1]
         assert code == 2 and "Traceback" not in error, error
         assert "rank 1" in line and said in line
+        assert not re.search("--(data|out|workers) was", line)
 
 
 def test_a_rank_that_is_left_over_from_another_job_means_nothing(stage, monkeypatch, capsys):
@@ -2863,6 +2874,25 @@ def test_an_out_that_cannot_be_written_is_named_before_the_work(capsys, stage, m
     monkeypatch.setattr(common.tempfile, "TemporaryFile",
                         Mock(side_effect=PermissionError(13, "Permission denied")))
     assert refusal(capsys, "knn", *stage("knn")).endswith("run: Permission denied")
+
+
+def test_a_log_holds_each_step_once_after_two_kills_before_the_second_checkpoint(stage,
+                                                                                monkeypatch):
+    monkeypatch.setattr(run, "LOG_EVERY", 1)
+    argv = stage("pretrain")
+    for _ in range(2):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            at_step(patch, 3, Mock(side_effect=KeyboardInterrupt))
+            train(argv)
+    assert [line["step"] for line in train(argv)[1]] == list(range(1, 9))
+
+
+def test_a_log_that_is_gone_begins_anew(stage, monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "LOG_EVERY", 1)
+    argv = stage("pretrain")
+    train([*argv, "--max-steps", "3"])
+    (tmp_path / "run" / "log.jsonl").unlink()
+    assert [line["step"] for line in train(argv)[1]] == list(range(4, 9))
 
 
 @pytest.mark.parametrize("cut", (0, 40, None))
