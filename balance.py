@@ -49,11 +49,11 @@ class RandomLossWeighting(ObjectiveWeights):
 class GradNorm(ObjectiveWeights):
     """GradNorm: weights that start at 1 and learn to make all objectives train at similar rates.
 
-    G_k is the norm of objective k's weighted gradient at the layer `shared`. r_k is the relative
-    training rate: loss k divided by its first value, then by the mean of this quotient over
-    objectives. Each weight takes a gradient step of size `lr` on |G_k - mean(G) r_k ** alpha|, with
-    mean(G) r_k ** alpha held constant; then the weights are scaled to sum to K. The argument
-    `weights` only sets their number and device.
+    G_k is the norm of objective k's weighted gradient at the layer `shared`. r_k = q_k /
+    mean(q) is the relative training rate, where q_k is loss k divided by its first value. Each
+    weight takes a gradient step of size `lr` on |G_k - mean(G) r_k ** alpha|, with mean(G) r_k
+    ** alpha held constant; then the weights are scaled to sum to K. The argument `weights` only
+    sets their number and device.
     """
 
     def __init__(self, weights: Tensor, shared: nn.Module, alpha: float, lr: float,

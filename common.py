@@ -66,8 +66,8 @@ def differences(old: dict, new: dict) -> str:
 
 
 class Output:
-    """Stdout or stderr of a run, which survives its reader: Ctrl-C ends `tee` in a pipe, a terminal
-    is closed, the disk of a log file is full.
+    """Stdout or stderr that keeps the run alive when nobody can read its output any more: Ctrl-C
+    has ended `tee` in a pipe, the terminal is closed, the disk of a log file is full.
     """
 
     def __init__(self, stream):
@@ -323,7 +323,7 @@ class Process:
 # ---------------------------------------------------------------------- random numbers
 
 # {purpose: tag}. A generator's key is the tag, then the numbers in the comment. Without tags, two
-# purposes could draw the same numbers, also because NumPy ignores zeros at the end of a key.
+# purposes could draw the same numbers, also because NumPy takes (5,) and (5, 0) for the same key.
 # shapes.py uses the tags 0 and 1.
 STREAMS = {"order": 2,        # (seed, epoch): the order of an epoch's images
            "view": 3,         # (seed, epoch, index): crop, jitter, mask, augmentation of an image

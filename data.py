@@ -268,8 +268,8 @@ def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
     """BEiT's block masking: bool [grid * grid], True for exactly count_masked(grid, ratio) patches.
 
     A block's area is uniform between 16 patches (fewer on grids below 14 x 14) and the number of
-    patches still to mask, even if this number is below 16; its aspect ratio is log-uniform in 0.3
-    to 1/0.3. Once ten blocks in a row do not fit, single random patches make up the number.
+    patches still to mask, which may be smaller; its aspect ratio is log-uniform in 0.3 to 1/0.3.
+    Once ten blocks in a row do not fit, single random patches make up the number.
     """
     missing = count_masked(grid, ratio)
     smallest = max(1, round(16 * min(1, grid ** 2 / 14 ** 2)))

@@ -192,9 +192,10 @@ def no_such_tensor(name: str, state: dict) -> str:
 
 
 def find_heads(file: dict, config: dict, path: str | Path, dim: int) -> int:
-    """The number of attention heads. Weights have the same shapes for any number, so it comes from
-    the release's configuration or from a name of timm's that the file or the config.json beside it
-    has; else it is assumed, and a line says so.
+    """The number of attention heads, which the shapes of weights do not say.
+
+    It comes from the release's configuration, MoCo v3's name, or a model name of timm's in the file
+    or in the config.json beside it. Else it is assumed, and a line says so.
     """
     with contextlib.suppress(KeyError, TypeError):
         return file["config"]["model"]["student"]["num_heads"]

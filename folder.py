@@ -1,6 +1,6 @@
 """The folder of a run: its record, its lock, its log, and files that are complete or absent.
 
-Only rank 0 calls this file's functions.
+Only rank 0 writes here.
 """
 
 import contextlib

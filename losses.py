@@ -2,7 +2,7 @@
 
 The order is the paper's: the loss of each patch (Eq. 1 to 3), the weighted mean over patches
 (Eq. 5), the router regularizer (Eq. 6 and 7), and `explore_losses`, which computes all of them for
-a student. The training loop weights the losses by w and adds the regularizer (Eq. 8). The paper
+a student. The training loop weights the losses by w (Eq. 8) and adds the regularizer. The paper
 prints Eq. 8 with weighted losses divided by the number of patches; this file divides them by the
 sum of the weights, as Eq. 5 does. It needs nothing but torch.
 
@@ -184,7 +184,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
                    lambdas: Tensor | float = 5.0, entropy_on: str = "dispatch",
                    importance_weight: float = 0.0, prefix: int = 1
                    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The losses and the router regularizer of Eq. 8 -> (losses [K], regularizer, metrics)
+    """The losses of Eq. 8, and the router regularizer -> (losses [K], regularizer, metrics)
 
     pred: a `model.Prediction`, or any object with these fields: tokens [B, T, D], in the teacher's
         width; routing, {block: an object with `dispatch` and `combine`}; ids_keep, the indices
@@ -236,8 +236,8 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     if "cls" in objectives:
         metrics["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
     for name, (patch_loss, counts) in patch_losses.items():
-        # in sparse encoding, no router sees a masked patch
-        expert = EXPERTS[name] if dense or counts is selected else None
+        # In sparse encoding, the router sees the V visible patches, so a loss [B, N] is unweighted.
+        expert = EXPERTS[name] if counts.shape == selected.shape else None
         metrics[name], beside = coupled_loss(patch_loss, counts, weights, expert,
                                              kind=loss_weights, detach=detach, prefix=prefix)
         metrics |= {f"{name}_{key}": value for key, value in beside.items()}

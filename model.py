@@ -81,7 +81,7 @@ class Router(nn.Module):
         # 1 / temperature of the softmaxes; [1] because fully_shard takes no scalars
         self.scale = nn.Parameter(torch.ones(1))
         # Only the direction of phi matters to the weights, but its length sets how fast AdamW can
-        # turn it. The bound comes from the authors' code.
+        # turn it: these are the initial values of the authors' code.
         nn.init.uniform_(self.phi, -experts ** -0.5, experts ** -0.5)
 
     def forward(self, x: Tensor) -> Routing:

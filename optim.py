@@ -13,9 +13,10 @@ def learning_rate(step: int, steps: int, warmup: int, lr: float, min_lr: float,
                   decay: str = "cosine") -> float:
     """The learning rate of a step, counted from 0.
 
-    The rate rises linearly to `lr` in the first `warmup` steps, then decays to `min_lr`. A "cosine"
-    decay reaches `min_lr` at the last step, a "linear" one at the step after the last. The linear
-    decay is mmcv's: it runs from step 0, and warm-up multiplies it.
+    "cosine": the rate rises linearly to `lr` in the first `warmup` steps, then falls along a cosine
+    to `min_lr` at the last step.
+    "linear", as in mmcv: the rate falls linearly from `lr` at step 0 to `min_lr` after the last
+    step, times a factor that rises linearly to 1 in the first `warmup` steps.
     """
     if decay == "linear":
         return (lr + (min_lr - lr) * step / steps) * min(1, (step + 1) / max(warmup, 1))

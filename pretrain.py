@@ -141,6 +141,8 @@ def find_contradiction(parser: argparse.ArgumentParser, args: argparse.Namespace
     if args.loss_weights != "uniform" and 0 < args.experts <= weighted[last]:
         return (f"--experts {args.experts}: expert {weighted[last]} weights the {last} loss, so "
                 f"there must be {weighted[last] + 1}")
+    if args.loss_weights == "uniform" and args.detach:
+        return "--detach has no effect with --loss-weights uniform"
     if args.loss_weights == "combine" and args.experts == 1:
         return "--loss-weights combine needs 2 experts: a single expert's combine weights are all 1"
     try:      # "meta" tensors take no memory
@@ -233,7 +235,7 @@ def main(args):
                         pred = parallel(normalize(images), mask, batch["ids_keep"])
                     losses, regularizer, metrics = explore_losses(pred, targets, images, mask,
                                                                   **routed)
-                    loss = (w * losses).sum() + regularizer             # Eq. 8 plus Eq. 7
+                    loss = (w * losses).sum() + regularizer             # Eq. 8, and Eq. 7
                     balance.observe(losses)
                     process.scaler.scale(loss / micro_steps).backward()
                 run.log(metrics, loss=loss)

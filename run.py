@@ -48,7 +48,7 @@ class Run:
         self.record = {"args": vars(args), "images": image_count}
         self.keeps, self.shown = keeps, shown
         self.total, self.epoch_steps, self.micro_steps = steps, epoch_steps, micro_steps
-        # steps from one evaluation or kept checkpoint to the next, and from one last.pt to the next
+        # steps between evaluations or kept checkpoints, and steps between last.pt and last.pt
         self.save_every = self.last_every = args.save_every
         if "epochs" in args:      # segmentation counts in iterations
             self.save_every, self.last_every = args.save_every * epoch_steps, epoch_steps
@@ -155,7 +155,7 @@ class Run:
                     f"{LOG_EVERY} steps")
             if number == signal.SIGINT:
                 line += "; a second Ctrl-C ends it at once, without saving"
-        if self.process.rank == 0:      # no print, because the signal may have interrupted one
+        if self.process.rank == 0:      # no print, which may be interrupted; slurm.sh reads stdout
             with contextlib.suppress(OSError):
                 os.write(1 if self.evaluating else 2, f"\n{line}\n".encode())
         if self.evaluating or number == signal.SIGINT:
@@ -201,7 +201,7 @@ class Run:
         if not saves and done % LOG_EVERY:
             return False
         stops = self.log_line(done, lr)
-        if scheduled and self.keeps:      # before last.pt, from which a resumed run goes on
+        if scheduled and self.keeps:      # first: after a kill, it is written again
             self.save(f"epoch_{done // self.epoch_steps:04d}.pt", done)
         if saves or stops:                # before an evaluation, which may fail
             self.save("last.pt", done, *self.parts)
