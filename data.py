@@ -207,25 +207,15 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
                 f"--data {data} is not whole in data/ ({type(error).__name__}). To download it: "
                 f"python -c \"import torchvision; torchvision.datasets.{DOWNLOADED[data]}"
                 "('data', download=True)\"") from error
-    check_data(data)
+    try:
+        os.stat(data)
+    except OSError as error:
+        raise UserError(f"--data {data}: {error.strerror}; expected a folder of images") from error
     if labels:
         return Folder(data, split)
     folder = os.path.join(data, split)
     folder = folder if os.path.isdir(folder) else data
     return Photos(folder, f"--data {data}: no image in {folder}")
-
-
-def check_data(data: str):
-    """Raises UserError if `data` is neither a folder nor an image file."""
-    try:
-        os.stat(data)
-        if os.path.isfile(data):
-            read_image(data)
-    except OSError as error:
-        raise UserError(f"--data {data}: {error.strerror}; expected a folder of images") from error
-    except UserError as error:
-        raise UserError(f"--data {data} is a file, and no image; expected a folder of images "
-                        "(unpack archives first)") from error
 
 
 # ------------------------------------------------------------------- views of one image

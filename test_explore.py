@@ -3243,7 +3243,7 @@ def test_the_defaults_are_the_papers(name, expected):
         ("--warmup-epochs 2", "--warmup-epochs 2"), ("--batch-size 33", "--batch-size 33"),
         ("--micro-batch 3", "--micro-batch 3"), ("--teacher README.md", "README.md: "),
         ("--teacher nowhere.pt", "nowhere.pt: "), ("--data assets", "--data assets: no image in"),
-        ("--data README.md", "--data README.md is a file, and no image"),
+        ("--data README.md", "README.md"),
         ("--data nowhere", "--data nowhere: No such file"))),
     ("segment", "--crop-size 50", "--crop-size 50"), ("segment", "--data nowhere", "nowhere"),
     ("segment", "--warmup-iterations 8", "--warmup-iterations 8"),
