@@ -231,7 +231,9 @@ def draw_heatmaps(models: list[dict], experts: int, path: Path):
     half = max(0.1, np.quantile(far, 0.99))
     scale = TwoSlopeNorm(1, max(0.0, 1 - half), 1 + half)
     rows = 1 + sum(weights.shape[2] for weights in shown)
-    figure = Figure(figsize=(1.3 * len(images) + 1.2, 1.35 * rows), layout="constrained")
+    width_of_titles = 4.5
+    figure = Figure(figsize=(max(width_of_titles, 1.3 * len(images) + 1.2), 1.35 * rows),
+                    layout="constrained")
     axes = figure.subplots(rows, len(images), squeeze=False,
                            subplot_kw=dict(xticks=[], yticks=[]))
     for axis, image in zip(axes[0], images):

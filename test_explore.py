@@ -4520,7 +4520,9 @@ def pretended(monkeypatch):
                 write_text(Path(folder, "knn.jsonl"), json.dumps(row) + "\n")
         return Mock(returncode=0)
     monkeypatch.setattr(compare, "subprocess", Mock(run=pretend))
-    return started, scores
+    before = signal.getsignal(signal.SIGINT)
+    yield started, scores
+    signal.signal(signal.SIGINT, before)
 
 
 def test_the_comparison_pairs_students_with_and_without_a_router_by_seed(pretended, tmp_path,
@@ -4544,12 +4546,17 @@ def test_the_comparison_pairs_students_with_and_without_a_router_by_seed(pretend
         values = {arm: np.array([scores[f"{arm}-{seed}"][which] for seed in range(3)])
                   for arm in compare.ARMS}
         for row in table.splitlines()[1:]:
-            arm, *_, mean, difference, _, half = row.split()
-            less = values[arm] - values["none"]
-            assert [float(mean), float(difference), float(half)] == pytest.approx(
-                [values[arm].mean(), less.mean(), 4.3027 * less.std(ddof=1) / 3 ** 0.5],
-                abs=0.6 * accuracy)      # 4.3027 is Student's t of two degrees of freedom
-    assert [arm for arm in compare.ARMS if arm in verdict] == ["uniform"]
+            arm, mean, *differences = row.replace("±", "").split()
+            expected = [values[arm].mean()]
+            for other in ("none", "uniform"):
+                less = values[arm] - values[other]
+                # 4.3027 is Student's t of two degrees of freedom
+                expected += [less.mean(), 4.3027 * less.std(ddof=1) / 3 ** 0.5]
+            assert list(map(float, [mean, *differences])) == pytest.approx(expected,
+                                                                           abs=0.6 * accuracy)
+    pairs = re.findall(r"k-NN, % of (\w+) and (\w+)", verdict)
+    assert sorted(pairs) == [("detached", "uniform"), ("none", "uniform"), ("routed", "uniform"),
+                             ("uniform", "none")]
 
 
 def test_the_comparison_ends_where_a_stage_fails_or_a_run_is_not_complete(pretended, tmp_path,
@@ -4565,6 +4572,16 @@ def test_the_comparison_ends_where_a_stage_fails_or_a_run_is_not_complete(preten
     with pytest.raises(SystemExit, match="2"):
         compare.main(*compare.parse_args(argv))
     failing.assert_called_once()
+    started = []
+
+    def interrupted(command):      # by Ctrl-C, at which a stage saves and ends well
+        started.append(command)
+        signal.raise_signal(signal.SIGINT)
+        return Mock(returncode=0)
+    monkeypatch.setattr(compare, "subprocess", Mock(run=interrupted))
+    with pytest.raises(SystemExit, match="resumes"):
+        compare.main(*compare.parse_args(argv))
+    assert len(started) == 1
 
 
 # -------------------------------------------------------------------------------- pages

@@ -7,11 +7,13 @@ The first command trains a teacher from scratch, and pretrains four kinds of stu
 seeds each: about 20 minutes on two cores with 2,000 photographs. Each run has a folder in --out,
 and the same command resumes. Flags that are not named below go to pretrain.py. The tables show the
 last token loss of training, without weights, and the k-NN accuracy on val/: means over the seeds,
-and differences to --experts 0 with the same seed, with 95 % intervals by Student's t. By luck
-alone, one of the six intervals excludes zero in every fourth comparison.
+and differences between arms of the same seed, with 95 % intervals by Student's t. "to none" is what
+experts change, and "to uniform" what their weights change in the loss. Of so many intervals, one or
+two exclude zero by luck.
 """
 
 import argparse
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -56,10 +58,13 @@ def plan(data: str, teacher: str | None, out: str, others: list[str]) -> list[li
 
 def main(args: argparse.Namespace, others: list[str]):
     commands = plan(args.data, args.teacher, args.out, others)
+    stopped = []      # Ctrl-C reaches the stage, too, which saves
+    signal.signal(signal.SIGINT, lambda *signal_and_frame: stopped.append(True))
     for i, (script, *flags) in enumerate(commands, start=1):
         print(f"{i} of {len(commands)}: {script} {flags[-1]}", flush=True)
-        if code := subprocess.run([sys.executable, f"{sys.path[0]}/{script}", *flags]).returncode:
-            sys.exit(code)      # the stage has said why
+        code = subprocess.run([sys.executable, f"{sys.path[0]}/{script}", *flags]).returncode
+        if code or stopped:
+            sys.exit(code or "the same command resumes")      # a stage has said why it failed
     last = [[read_lines(Path(args.out, f"{arm}-{seed}", file))[-1] for file in
              ("log.jsonl", "knn.jsonl")] for arm, seed in RUNS]
     if len({log["epoch"] for log, _ in last}) > 1:      # a signal stopped one
@@ -68,12 +73,15 @@ def main(args: argparse.Namespace, others: list[str]):
                       for log, knn in last]).reshape(-1, len(ARMS), 2)      # [seeds, arms, 2]
     differing = []
     for i, (title, n) in enumerate((("token loss", 4), ("k-NN, %", 1))):
-        print(f"\n{title:42}    mean  difference to --experts 0")
-        for (arm, flags), values in zip(ARMS.items(), found[..., i].T):
-            mean, half = interval(values - found[:, 0, i])
-            print(f"{arm:10}{flags:32}{values.mean():8.{n}f}  {mean:+.{n}f} ± {half:.{n}f}")
-            differing += [f"{title} of {arm}"] * (abs(mean) > half)
-    print("\ndiffers from --experts 0 by more than the seeds do:", "; ".join(differing) or "no arm")
+        print(f"\n{title:10}    mean    to none           to uniform")
+        for arm, values in zip(ARMS, found[..., i].T):
+            line = f"{arm:10}{values.mean():8.{n}f}"
+            for at, other in enumerate(("none", "uniform")):
+                mean, half = interval(values - found[:, at, i])
+                line += f"    {f'{mean:+.{n}f} ± {half:.{n}f}':14}"
+                differing += [f"{title} of {arm} and {other}"] * (abs(mean) > half)
+            print(line.rstrip())
+    print("\nthese differ by more than the seeds do:", "; ".join(differing) or "none")
 
 
 if __name__ == "__main__":
