@@ -29,6 +29,11 @@ def measured(rows: list[dict], arm: str, measure: str) -> np.ndarray:
     return np.array([found[seed] for seed in sorted(found)], dtype=float)      # None is NaN
 
 
+def is_finished(rows: list[dict], arm: str) -> bool:
+    """Whether an arm has all three seeds"""
+    return len(measured(rows, arm, "knn")) == 3
+
+
 def share_of(rows: list[dict], part: str) -> np.ndarray:
     """The share of a part of PARTS among clean patches -> [seeds]"""
     if not part:
@@ -88,8 +93,7 @@ def print_table(title: str, groups: dict[tuple[str, int], list[dict]], text, arm
     """groups: {(set, epochs): its rows}; text(rows, arm) is what a cell says"""
     print(f"{title}:\n\n| set | epochs | {' | '.join(arms)} |\n{'| --- ' * (2 + len(arms))}|")
     for (name, epochs), rows in groups.items():
-        there = {row["arm"] for row in rows}
-        cells = [text(rows, arm) if arm in there else "" for arm in arms]
+        cells = [text(rows, arm) if is_finished(rows, arm) else "" for arm in arms]
         print(f"| {name} | {epochs} | {' | '.join(cells)} |")
     print()
 
@@ -116,7 +120,7 @@ def draw_part(axis, groups: dict[int, list[dict]], part: str):
     for at, rows in enumerate(groups.values()):
         axis.bar(at, gain(rows, "oracle", part).mean(), 0.9, color="0.85", label="oracle")
         for i, arm in enumerate(DRAWN):
-            if any(row["arm"] == arm for row in rows):
+            if is_finished(rows, arm):
                 mean, half = interval(gain(rows, arm, part))
                 axis.bar(at + 0.16 * (i - 2), mean, 0.15, yerr=half, capsize=2, color=f"C{i}",
                          label=arm)
