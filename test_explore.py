@@ -4116,13 +4116,12 @@ def plain_patches(student, teacher, views):
         images = data.augment({name: torch.as_tensor(value)[None] for name, value in view.items()})
         visible = [j for j in range(36) if not view["mask"][j]]
         pred = student.model(normalized(images), None, torch.tensor([visible]))
-        targets = F.layer_norm(teacher(images)[0, 1:], (96,))
+        cost = huber(pred.tokens[0, 1:], teacher(images)[0, 1:][visible])
         weights = pred.routing[3].dispatch[0, 1:, 0]
         if student.arm == "own-detached":
             x = entering(student.encoder, normalized(images), pred.ids_keep)
             weights = student.own[:4](x)[0, :, 0].softmax(0)[1:]
-        for token, weight, j in zip(pred.tokens[0, 1:], weights / weights.sum(), visible):
-            loss = F.huber_loss(token, targets[j])
+        for loss, weight, j in zip(cost, weights / weights.sum(), visible):
             found.append((i, loss.item(), weight.item(), bool(view["noise"][j])))
     return found
 
@@ -4281,8 +4280,7 @@ def test_an_arm_is_its_weights_and_the_entropy_of_its_router(arm):
     total = 0
     for b in range(2):
         assert seen_planted[b].tolist() == planted[b, keep[b]].tolist()
-        cost = [F.huber_loss(pred.tokens[b, 1 + v], F.layer_norm(targets[b, 1 + i], (7,)))
-                for v, i in enumerate(keep[b])]
+        cost = huber(pred.tokens[b, 1:], targets[b, 1:][keep[b]])
         factor = {"unweighted": [1] * 20, "oracle": [1 - planted[b, i].item() for i in keep[b]],
                   "softmin": [(-c / 0.1).exp() for c in cost],
                   "copied": students["routed"](images, mask, targets, planted)[1][b]
