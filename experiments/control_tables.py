@@ -17,7 +17,7 @@ from experiments.control import ARMS, SERIES, SETS, read_rows
 
 PARTS = {"": "all clean patches", "_lookalikes": "look-alikes", "_others": "other clean patches"}
 DRAWN = ("softmin", "own-detached", "routed", "routed-0.5", "routed-5")
-PAGE = ("oracle", "softmin", "own-detached", "copied", "routed", "routed-0.5", "routed-5",
+PAGE = ("oracle", "softmin", "own", "own-detached", "copied", "routed", "routed-0.5", "routed-5",
         "detached", "router-only")
 
 
