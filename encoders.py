@@ -322,7 +322,7 @@ class FrozenEncoder(nn.Module):
             images = F.interpolate(images, (self.image_size, self.image_size), mode="bicubic",
                                    antialias=True)
         images = normalize(images.clamp(0, 1), self.mean, self.std)
-        return self.tokens(images.to(next(self.parameters(), images).dtype))
+        return self.tokens(images.to(next(self.parameters()).dtype))
 
 
 class CheckpointEncoder(FrozenEncoder):
