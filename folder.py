@@ -59,8 +59,8 @@ class RunFolder:
         run that was killed logs each step once. Prints how the origin changed, if it did.
         """
         file, origin = self.path / "args.json", find_origin(process)
-        known = json.loads(file.read_text())["origin"] if file.exists() else {}
-        if changed := common.differences(known, origin):
+        known = json.loads(file.read_text()) if file.exists() else {}
+        if changed := common.differences(known.get("origin", {}), origin):
             common.note(f"{self.path} goes on: {changed}")
         text = json.dumps(record | {"origin": origin}, indent=1)
         self.write("args.json", lambda file: file.write(text.encode()))

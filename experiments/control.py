@@ -11,8 +11,8 @@ weights of the patch losses (Eq. 5):
   unweighted     all patches count alike
   oracle         planted patches count nothing
   softmin        exp(-loss / lambda), without a gradient
-  routed         the paper's: expert 0's dispatch weights, which learn from the loss
-  routed-0.5     the same with lambda 0.5, as the paper takes for 2 experts
+  routed         expert 0's dispatch weights, which learn from the loss
+  routed-0.5     the same with lambda 0.5, the paper's best for 2 experts
   routed-5       the same with lambda 5, the paper's default
   detached       the same as routed, but the weights pass no gradient (--detach)
   router-only    the same as routed, but the weights' gradient stops at phi and scale, before the
