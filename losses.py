@@ -124,7 +124,7 @@ def loss_spread(patch_loss: Tensor, selected: Tensor) -> Tensor:
 
     patch_loss [B, N], selected [B, N], 1 or 0 -> scalar. If the loss has weight w (Eq. 8), router
     weights proportional to exp(-w loss / lambda) have a standard deviation of about
-    w * spread / lambda, relative to their mean.
+    w * spread / lambda, relative to their mean, where that is well below 1.
     """
     count = selected.sum(1).clamp_min(1)
     mean = (selected * patch_loss).sum(1) / count

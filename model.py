@@ -333,7 +333,7 @@ class PixelDecoder(nn.Module):
     The decoder is a transformer without experts; DECODER is the paper's size. A mask token stands
     in for masked patches. The position embeddings are learned; the authors' release has fixed
     sines and cosines. The paper describes the decoder only for sparse encoding. In dense encoding,
-    the mask token also replaces the encoder's output at masked patches, which is our choice.
+    the mask token also replaces the encoder's output at masked patches, as in the release.
     """
 
     def __init__(self, encoder: ViT, dim: int, depth: int, heads: int):
