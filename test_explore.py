@@ -4258,7 +4258,7 @@ def test_an_arm_is_its_weights_and_the_entropy_of_its_router(arm):
     mask = torch.stack([torch.randperm(25) < 5 for _ in range(2)])
     planted = torch.rand(2, 25) < 0.4
     patch_loss, weight, seen_planted, entropy = student(images, mask, targets, planted)
-    lambda_ = {"routed-0.5": 0.5, "routed-5": 5.0}.get(arm, 0.1)
+    lambda_ = {"routed-0.5": 0.5, "routed-5": 5.0, "unweighted-5": 5.0}.get(arm, 0.1)
     assert control.LAMBDAS.get(arm, control.LAMBDA) == lambda_
     loss = control.compute_loss(patch_loss, weight, entropy, lambda_)
 
@@ -4284,7 +4284,7 @@ def test_an_arm_is_its_weights_and_the_entropy_of_its_router(arm):
         factor = {"unweighted": [1] * 20, "oracle": [1 - planted[b, i].item() for i in keep[b]],
                   "softmin": [(-c / 0.1).exp() for c in cost],
                   "copied": students["routed"](images, mask, targets, planted)[1][b]
-                  }.get(arm, dispatch[b, 1:, 0])
+                  }.get(arm.removesuffix("-5"), dispatch[b, 1:, 0])
         total += sum(w * c for w, c in zip(factor, cost)) / sum(factor) / 2
         total += lambda_ * (dispatch[b] * dispatch[b].log()).sum() / 2
     assert loss.item() == pytest.approx(total.item(), rel=1e-9)

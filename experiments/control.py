@@ -14,6 +14,7 @@ weights of the patch losses (Eq. 5):
   routed         expert 0's dispatch weights, which learn from the loss
   routed-0.5     the same with lambda 0.5, the paper's best for 2 experts
   routed-5       the same with lambda 5, the paper's default
+  unweighted-5   the same as unweighted with lambda 5, to compare routed-5 with
   detached       the same as routed, but the weights pass no gradient (--detach)
   router-only    the same as routed, but the weights' gradient stops at phi and scale, before the
                  encoder
@@ -58,9 +59,9 @@ from shapes import Shapes
 
 ROUTED = ("routed", "routed-0.5", "routed-5", "detached", "router-only")
 OTHERS = ("copied", "own", "own-detached", "own-target")
-ARMS = ("unweighted", "oracle", "softmin", *ROUTED, *OTHERS)
+ARMS = ("unweighted", "oracle", "softmin", *ROUTED, "unweighted-5", *OTHERS)
 LAMBDA = 0.1
-LAMBDAS = {"routed-0.5": 0.5, "routed-5": 5.0}      # of arms with another lambda
+LAMBDAS = {"routed-0.5": 0.5, "routed-5": 5.0, "unweighted-5": 5.0}      # of the others, LAMBDA
 IMAGES = 4096      # of the training set
 # sets: their images, where targets are planted, the size of images and patches, and the teacher's
 # epochs
@@ -73,12 +74,13 @@ SETS = {"shapes-noise": ("shapes-noise", "noise", 48, 6, 4),
 # epochs: set: arms. What is short comes first
 CLEAN = tuple(arm for arm in ARMS if arm != "oracle")
 LONG = ("unweighted", "oracle", "softmin", "routed", "own", "own-detached", "own-target")
-EARLIER = tuple(arm for arm in ARMS if arm not in ROUTED[1:])      # of sets without lambdas
+EARLIER = tuple(arm for arm in ARMS      # of sets with one lambda
+                if arm not in ("unweighted-5", *ROUTED[1:]))
 SERIES = {8: {"shapes-noise": ARMS, "cifar10-flat": ARMS, "shapes-clean": CLEAN,
               "shapes-blocks": EARLIER, "cifar10-random": EARLIER,
               "cifar10-clean": tuple(arm for arm in EARLIER if arm != "oracle")},
           24: {"shapes-noise": ARMS, "cifar10-flat": ARMS,
-               "shapes-clean": ("unweighted", *ROUTED, "own-detached"),
+               "shapes-clean": ("unweighted", *ROUTED, "unweighted-5", "own-detached"),
                "shapes-blocks": EARLIER,
                "cifar10-random": ("unweighted", "oracle", "softmin", "own-detached", "own-target")},
           72: {"shapes-noise": LONG, "shapes-blocks": LONG, "cifar10-flat": LONG}}
@@ -229,7 +231,7 @@ class Student(nn.Module):
             dispatch = self.own(torch.cat([targets[:, :1], seen_targets], 1))
         if self.own is not None:
             weight = patch_weights(dispatch)
-        if self.arm == "unweighted":
+        if self.arm in ("unweighted", "unweighted-5"):
             weight = torch.ones_like(patch_loss)
         elif self.arm == "oracle":
             weight = 1 - seen_planted.to(patch_loss)

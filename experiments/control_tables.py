@@ -18,7 +18,7 @@ from experiments.control import ARMS, SERIES, SETS, read_rows
 PARTS = {"": "all clean patches", "_lookalikes": "look-alikes", "_others": "other clean patches"}
 DRAWN = ("softmin", "own-detached", "routed", "routed-0.5", "routed-5")
 PAGE = ("oracle", "softmin", "own", "own-detached", "copied", "routed", "routed-0.5", "routed-5",
-        "detached", "router-only")
+        "unweighted-5", "detached", "router-only")
 
 
 # ------------------------------------------------------- of the rows of one set and length
