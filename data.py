@@ -138,7 +138,7 @@ class Photos(Dataset):
 
     def __init__(self, root: str, missing: str, classes: list[str] | None = None):
         if os.path.isfile(root):
-            found = [[root]]
+            found = [[root] if root.lower().endswith(ENDINGS) else []]
         elif classes is None:
             found = [list_images(root)]
         else:

@@ -36,13 +36,14 @@ class RunFolder:
 
     def claim(self):
         """Makes the folder and locks it for this process. Changes nothing that is there. Raises
-        UserError if another process has the lock, or if the folder holds models that this run
-        would write over.
+        UserError if another process has the lock, or if the folder holds models or a log that this
+        run would write over.
         """
         common.make_folder(self.path)
-        models = [file.name for file in self.path.glob("*.pt") if file.name != "epoch_0000.pt"]
-        if models and "last.pt" not in models:
-            raise UserError(f"{self.path} has {min(models)}, but no last.pt to resume from; give "
+        found = [file.name for file in (*self.path.glob("*.pt"), *self.path.glob("log.jsonl"))
+                 if file.name != "epoch_0000.pt" and file.stat().st_size]
+        if found and "last.pt" not in found:
+            raise UserError(f"{self.path} has {min(found)}, but no last.pt to resume from; give "
                             "another --out")
         with naming(self.path / "log.jsonl"):
             self.log = open(self.path / "log.jsonl", "ab")      # noqa: SIM115

@@ -35,9 +35,9 @@ DECODER = dict(dim=512, depth=8, heads=16)      # App. E
 def decays(name: str, parameter: Tensor) -> bool:
     """Whether this parameter has weight decay.
 
-    All parameters have it, including `phi`, except biases (including the experts' b1 and b2, which
-    have two dimensions), norms, LayerScale, `scale`, position embeddings, and [CLS], register and
-    mask tokens, which are recognized by timm's names.
+    All parameters have it, `phi` too, except biases (the experts' b1 and b2 have two dimensions),
+    norms, LayerScale, `scale`, position embeddings, and [CLS], register and mask tokens. The names
+    of embeddings and tokens are timm's.
     """
     return parameter.ndim > 1 and not name.endswith((".b1", ".b2", "pos_embed", "_token"))
 
@@ -351,7 +351,7 @@ class PixelDecoder(nn.Module):
 
         Sparse encoding: `patches` [B, V, D] are the visible patches, with indices ids_keep [B, V].
         Dense encoding: `patches` [B, N, D] are all patches, and ids_keep is None. In both, the mask
-        token replaces the patches where mask [B, N] is True, so the decoder sees only visible ones.
+        token replaces the patches where mask [B, N] is True.
         """
         x = self.embed(patches)
         if ids_keep is not None:

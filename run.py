@@ -103,7 +103,9 @@ class Run:
             return 0
         try:      # with mmap, not every process reads the whole file into memory at once
             state = torch.load(last, map_location="cpu", weights_only=True, mmap=True)
-            if changed := common.differences(settings(state), settings(self.record)):
+            # an earlier version saved no number of images
+            saved = settings(self.record | state)
+            if changed := common.differences(saved, settings(self.record)):
                 raise UserError(f"{self.args.out} holds another run, so give another --out: "
                                 f"{changed}")
             for name, part in self.parts.items():
@@ -227,7 +229,7 @@ class Run:
         self.save("last.pt", done, *self.parts)
         said = ", ".join(f"{name} {value:.2f}%" for name, value in scores.items())
         self.say(f"step {done} of {self.total}: {said}")
-        if self.last_line:      # else the first step, which compiles, is still to come
+        if self.timed_step is not None:      # else the first step, which compiles, is to come
             self.start_clock(done)
 
     def start_clock(self, done: int):

@@ -624,10 +624,11 @@ def couple(case, **keywords):
                 loss_block=(0, 3))),
     (True, dict(objectives=("cls", "token"), lambdas=(1.0, 1.0, 2.0), loss_weights="uniform")),
     (False, dict(objectives=("token", "cls"), lambdas=(3.0, 1.0, 2.0), detach=True)),
+    (False, dict(objectives=("token",), lambdas=(0.3, 1.0, 2.0), prefix=0)),
     (False, dict(objectives=("token", "cls"), lambdas=(3.0, 1.0, 2.0), prefix=5)),
     (True, dict(objectives=ALL, lambdas=(0.3, 1.0, 2.0), prefix=5))))
 def test_explore_losses_are_equations_5_to_8_with_their_gradients(dense, keywords):
-    """The last two are of a student with four registers after [CLS]."""
+    """The last three are of students without [CLS], and with four registers after [CLS]."""
     prefix = keywords.get("prefix", 1)
     case = make_case(dense, prefix)
     keywords = dict(loss_block=(3,)) | keywords
@@ -2527,9 +2528,10 @@ def test_a_run_saves_when_nobody_reads_its_output_any_more(stage, monkeypatch, n
     a full disk.
     """
     reader, writer = os.pipe()
-    with open("/dev/full" if full else writer, "w") as output:
+    with open("/dev/full" if full else writer, "w") as output, \
+            open(os.dup(output.fileno()), "w") as errors:
         monkeypatch.setattr(sys, "stdout", output)
-        monkeypatch.setattr(sys, "stderr", output)
+        monkeypatch.setattr(sys, "stderr", errors)
         monkeypatch.setattr(common, "progress_bar", functools.partial(common.progress_bar,
                                                                       miniters=1))
         at_step(monkeypatch, 1, lambda: (os.close(reader), signal.raise_signal(signal.SIGINT)))
@@ -2847,9 +2849,13 @@ def test_other_flags_images_or_stages_are_another_run(capsys, stage, photos, tmp
     error = refusal(capsys, "finetune", *stage("finetune"))
     assert str(tmp_path / "run") in error and "--stage was pretrain, is finetune" in error
     assert_same_bits(before, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
+    (tmp_path / "run" / "last.pt").unlink()      # the log is left
+    log = (tmp_path / "run" / "log.jsonl").read_bytes()
+    assert "has log.jsonl, but no last.pt" in refusal(capsys, "pretrain", *argv)
+    assert log and (tmp_path / "run" / "log.jsonl").read_bytes() == log
 
 
-def test_a_version_with_another_flag_resumes_and_compares_the_flags_of_both(capsys, stage,
+def test_a_version_with_another_flag_resumes_and_compares_the_flags_of_both(capsys, stage, tmp_path,
                                                                            monkeypatch):
     parse = common.parse_run
 
@@ -2863,7 +2869,11 @@ def test_a_version_with_another_flag_resumes_and_compares_the_flags_of_both(caps
         patch.setattr(common, "parse_run", newer)
         assert "--lr was" in refusal(capsys, "pretrain", *argv, "--lr", "0.1")
         assert train([*argv, "--max-steps", "2"])[0]["step"] == 2
-    assert train([*argv, "--max-steps", "3"])[0]["step"] == 3
+    state = train([*argv, "--max-steps", "3"])[0]
+    del state["images"]      # as an earlier version saved it
+    torch.save(state, tmp_path / "run" / "last.pt")
+    assert "--lr was" in refusal(capsys, "pretrain", *argv, "--lr", "0.1")
+    assert train([*argv, "--max-steps", "4"])[0]["step"] == 4
 
 
 def test_an_out_that_cannot_be_written_is_named_before_the_work(capsys, stage, monkeypatch,
@@ -3243,7 +3253,7 @@ def test_the_defaults_are_the_papers(name, expected):
         ("--warmup-epochs 2", "--warmup-epochs 2"), ("--batch-size 33", "--batch-size 33"),
         ("--micro-batch 3", "--micro-batch 3"), ("--teacher README.md", "README.md: "),
         ("--teacher nowhere.pt", "nowhere.pt: "), ("--data assets", "--data assets: no image in"),
-        ("--data README.md", "README.md"),
+        ("--data README.md", "--data README.md: no image in"),
         ("--data nowhere", "--data nowhere: No such file"))),
     ("segment", "--crop-size 50", "--crop-size 50"), ("segment", "--data nowhere", "nowhere"),
     ("segment", "--warmup-iterations 8", "--warmup-iterations 8"),
@@ -3996,7 +4006,7 @@ def write_run(tmp_path):
                 (tmp_path / "teacher" / "last.pt", 2.0, 5.0, "cls"), ("vit.pt", None, 6.0, "cls")]
         (own / "knn.jsonl").write_text("".join(
             json.dumps({"encoder": str(path), "epoch": epoch, "top1": top1, "pool": pool,
-                        "data": "/a/photos"}) + "\n"
+                        "data": "/a/photos/" if pool == "cls" else "shapes"}) + "\n"
             for path, epoch, top1, pool in rows))
         return str(own)
     return write
@@ -4027,7 +4037,7 @@ def test_each_run_is_drawn_over_epochs_in_a_panel_for_each_quantity_it_has(write
         "learning rate": [("-", "C0", (1, 1e-3), (2, 1e-3)), ("-", "C1", (1, 1e-3), (2, 1e-3))],
         "k-NN, a/photos, [CLS]": [("-", color, (0, 10), (1, 20), (2, 30))
                                   for color in ("C0", "C1")],
-        "k-NN, a/photos, mean patch": [("-", color, (2, 40)) for color in ("C0", "C1")],
+        "k-NN, shapes, mean patch": [("-", color, (2, 40)) for color in ("C0", "C1")],
         "edge loss": [("-", "C0", (1, 3), (2, 2)), ("wide", "C0", (1, 4), (2, 3))],
         "validation accuracy": [("-", "C1", (1, 30), (2, 40))],
         "segmentation of the validation images": [("-", "C1", (1, 5), (2, 6))]}
@@ -4038,11 +4048,12 @@ def test_each_run_is_drawn_over_epochs_in_a_panel_for_each_quantity_it_has(write
 
 
 def test_losses_have_a_logarithmic_axis_unless_one_is_negative(write_run, drawn):
-    run = write_run("one", token=[0.4, 0.2], edge=[1, -2], likeness=[3, 2], top1=[30, 40])
+    run = write_run("one", loss=[-9, -8], objective_weights=[[1], [1]], cosine=[0.4, 0.2],
+                    edge=[1, -2], likeness=[3, 2], top1=[30, 40])
     plot.main(plot.parse_args([run]))
     assert {axis.get_title().split(" (")[0]: axis.get_yscale()
             for axis in drawn["curves.png"].axes if not axis.get_title().startswith("k-NN")} == {
-        "token loss": "log", "likeness loss": "log", "edge loss": "linear",
+        "cosine loss": "log", "likeness loss": "log", "edge loss": "linear",
         "learning rate": "linear", "validation accuracy": "linear"}
 
 
@@ -4553,8 +4564,7 @@ def test_the_comparison_pairs_students_with_and_without_a_router_by_seed(pretend
             assert list(map(float, [mean, *differences])) == pytest.approx(expected,
                                                                            abs=0.6 * accuracy)
     pairs = re.findall(r"k-NN, % of (\w+) and (\w+)", verdict)
-    assert sorted(pairs) == [("detached", "uniform"), ("none", "uniform"), ("routed", "uniform"),
-                             ("uniform", "none")]
+    assert sorted(pairs) == [("detached", "uniform"), ("routed", "uniform"), ("uniform", "none")]
 
 
 def test_the_comparison_ends_where_a_stage_fails_or_a_run_is_not_complete(pretended, tmp_path,
@@ -4691,7 +4701,7 @@ def test_the_readmes_flat_losses_are_equation_5():
     code, = (code for code in blocks("README", "python") if "flat_loss" in code)
     patch_loss, weight, mask = rand(3, 9), rand(3, 9), (torch.rand(3, 9) < 0.6).double()
     mask[1] = 0      # an image without masked patches
-    names = {"torch": torch, "weight": weight * mask, "mask": mask,
+    names = {"torch": torch, "weight": weight, "mask": mask,
              "flat_loss": patch_loss[mask.bool()]}
     exec(code, names)
     torch.testing.assert_close(names["loss"], losses.weighted_mean(patch_loss, weight * mask))
