@@ -453,10 +453,12 @@ def say_what_a_file_does_not(name: str, file: str, normalization: dict):
 
 
 class TimmEncoder(FrozenEncoder):
-    """A ViT from timm: the tokens of timm's own `forward_features`, without register tokens.
+    """A model of timm, by what its own `forward_features` returns.
 
-    If the model has no [CLS] token, its pooled output takes the place of [CLS]. `name` is timm's
-    name of the model, for weights from the Hugging Face Hub, or NAME/random.
+    A ViT's tokens come without registers. The map of a ConvNet or a Swin becomes patches, row by
+    row. A model without [CLS] has its pooled output in place of it, or the mean of the map if the
+    pooled output has another width, as in MobileNetV3. `name` is timm's name of the model, for
+    weights from the Hugging Face Hub, or NAME/random.
     """
 
     def __init__(self, name: str, grid: int | None):
@@ -464,22 +466,42 @@ class TimmEncoder(FrozenEncoder):
         model = name.removesuffix("/random")
         if not (timm.is_model(model) or ":" in model):      # hf-hub:..., local-dir:...
             raise ValueError("timm has no model of this name; timm.list_models() lists all names")
-        vit = timm.create_model(model, pretrained=model == name, num_classes=0)
-        # only timm's plain ViTs have both
-        if not (hasattr(vit, "num_prefix_tokens") and hasattr(vit, "set_input_size")):
-            raise ValueError("not a plain vision transformer, such as ViT, DeiT, DINOv2 or EVA")
-        config = timm.data.resolve_model_data_config(vit)
-        size = grid * vit.patch_embed.patch_size[0] if grid else config["input_size"][-1]
-        vit.set_input_size(img_size=(size, size))
-        super().__init__(size, vit.num_features, config["mean"], config["std"])
-        self.vit = vit
+        body = timm.create_model(model, pretrained=model == name, num_classes=0)
+        config = timm.data.resolve_model_data_config(body)
+        size, resizable = config["input_size"][-1], hasattr(body, "set_input_size")
+        if grid:
+            size = grid * body.feature_info[-1]["reduction"]      # the pixels of a patch's side
+            if resizable:      # ConvNets take any size
+                body.set_input_size(img_size=(size, size))
+        super().__init__(size, body.num_features, config["mean"], config["std"])
+        self.body = body
+        # only timm's plain ViTs have both; others have a map, or tokens in an order of their own
+        self.is_vit = resizable and hasattr(body, "num_prefix_tokens")
+        if not self.is_vit:
+            with torch.no_grad():
+                features = body.eval().forward_features(torch.zeros(1, 3, size, size))
+            if not isinstance(features, Tensor) or features.ndim != 4:
+                raise ValueError("neither a plain vision transformer, such as ViT, DeiT, DINOv2 or "
+                                 "EVA, nor a model with a map of features, such as ResNet or Swin")
+            side = features.shape[2]
+            if grid and side != grid:
+                raise ValueError(f"images of {size} pixels give {side} x {side} patches, and not "
+                                 f"{grid} x {grid}")
 
     def tokens(self, images: Tensor) -> Tensor:
-        tokens = self.vit.forward_features(images)
-        cls = tokens[:, :1]
-        if getattr(self.vit, "cls_token", None) is None:
-            cls = self.vit.forward_head(tokens, pre_logits=True)[:, None]
-        return torch.cat([cls, tokens[:, self.vit.num_prefix_tokens:]], dim=1)
+        features = self.body.forward_features(images)
+        if self.is_vit:
+            patches = features[:, self.body.num_prefix_tokens:]
+            if getattr(self.body, "cls_token", None) is not None:
+                return torch.cat([features[:, :1], patches], dim=1)
+        elif features.shape[-1] == self.dim:      # channels last, as in Swin
+            patches = features.flatten(1, 2)
+        else:
+            patches = features.flatten(2).mT
+        cls = self.body.forward_head(features, pre_logits=True)
+        if cls.shape[1] != self.dim:
+            cls = patches.mean(1)
+        return torch.cat([cls[:, None], patches], dim=1)
 
 
 def build_frozen(name: str, grid: int | None = None) -> FrozenEncoder:

@@ -1241,6 +1241,52 @@ def test_timms_models_give_timms_features_without_registers(monkeypatch, name, p
     torch.testing.assert_close(ours[:, 0], cls, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("grid", (None, 2))
+@pytest.mark.parametrize("name, channels_last, pools", (
+    ("test_resnet", False, True), ("test_convnext", False, True),
+    ("swin_tiny_patch4_window7_224", True, True), ("test_mambaout", True, False)))
+def test_the_map_of_a_conv_net_or_a_swin_becomes_patches_row_by_row(monkeypatch, name, pools,
+                                                                    channels_last, grid):
+    import timm
+    if name.startswith("swin"):      # timm has none that is small
+        monkeypatch.setattr(timm, "create_model",
+                            functools.partial(timm.create_model, depths=(1, 1, 1, 1)))
+    torch.manual_seed(0)
+    theirs = timm.create_model(name, num_classes=0).eval()
+    config = timm.data.resolve_model_data_config(theirs)
+    side = 32 * grid if grid else config["input_size"][1]
+    if grid and hasattr(theirs, "set_input_size"):
+        theirs.set_input_size(img_size=(side, side))
+    images = torch.rand(3, 3, side, side)
+    with torch.no_grad():
+        found = theirs.forward_features(TF.normalize(images, config["mean"], config["std"]))
+        cls = (theirs.forward_head(found, pre_logits=True) if pools      # as wide as the map
+               else found.mean((1, 2) if channels_last else (2, 3)))
+    teacher = build_frozen(f"timm/{name}/random", grid)
+    ours = teacher(images)
+    at = range(found.shape[2])
+    assert teacher.image_size == side and len(at) == (grid or side // 32)
+    patches = torch.stack([found[:, y, x] if channels_last else found[:, :, y, x]
+                           for y in at for x in at], 1)
+    assert ours.shape[2] == teacher.dim
+    torch.testing.assert_close(ours, torch.cat([cls[:, None], patches], 1), rtol=0, atol=1e-5)
+
+
+def test_a_conv_net_from_a_folder_that_timm_wrote_teaches_a_student(stage, tmp_path):
+    import timm
+    theirs = timm.create_model("test_efficientnet.r160_in1k", num_classes=7)
+    timm.models.save_for_hf(theirs, tmp_path / "theirs", safe_serialization=True)
+    name = f"timm/local-dir:{tmp_path / 'theirs'}"
+    images = torch.rand(2, 3, 128, 128)
+    config = timm.data.resolve_model_data_config(theirs)
+    with torch.no_grad():
+        found = theirs.eval().forward_features(
+            TF.normalize(images, config["mean"], config["std"]))
+    torch.testing.assert_close(build_frozen(name, 4)(images)[:, 1:], found.flatten(2).mT)
+    state, _ = train(stage("pretrain", f"--teacher {name} --max-steps 1"))
+    assert state["model"]["head.weight"].shape[0] == theirs.num_features
+
+
 def test_a_timm_model_has_the_hubs_weights_unless_they_are_random(monkeypatch):
     import timm
     create = Mock(side_effect=OSError("no network"))
@@ -1254,8 +1300,7 @@ def test_a_timm_model_has_the_hubs_weights_unless_they_are_random(monkeypatch):
 @pytest.mark.parametrize("name, expected", (
     *((name, "no such file") for name in (
         "dinov2", "", "/a/none.pt", "runs/none/last.pt", "ViT-B-16/", "RN50/random")),
-    *((f"timm/{name}/random", "not a plain vision transformer") for name in (
-        "swin_tiny_patch4_window7_224", "cait_xxs24_224")),
+    ("timm/cait_xxs24_224/random", "neither a plain vision transformer, "),
     ("timm/vit_none/random", "timm has no model"), ("ViT-B-16/none", "Pretrained "),
     ("timm/hf-hub:nobody/none", "its weights are not in the cache"),
     ("small-16/FILE", "Error(s) in loading state_dict for CLIP: Missing key(s)"),
