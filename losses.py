@@ -72,8 +72,11 @@ def weighted_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
     a loss of zero and gets no gradient. Within an image, the derivative with respect to a weight
     is (loss - weighted mean) / sum of weights, so gradient descent moves weight from patches above
     the mean to patches below it. Without the division, a router could make the loss small by
-    moving its weight to tokens that have no loss.
+    moving its weight to tokens that have no loss. Raises ValueError for other shapes.
     """
+    if patch_loss.ndim != 2 or patch_loss.shape != weight.shape:      # broadcasting would be wrong
+        raise ValueError(f"losses {tuple(patch_loss.shape)} and weights {tuple(weight.shape)}; "
+                         "both must be [B, N]")
     total = weight.sum(1)
     return ((weight * patch_loss).sum(1) / total.where(total > 0, 1)).mean()
 
@@ -94,7 +97,7 @@ def patch_weights(dispatch: Tensor, expert: int = 0, detach: bool = False,
 
 
 def coupled_loss(patch_loss: Tensor, selected: Tensor, weights: Tensor | None = None,
-                 expert: int | None = 0, *, kind: str = "dispatch", detach: bool = False,
+                 expert: int = 0, *, kind: str = "dispatch", detach: bool = False,
                  prefix: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean loss of the selected patches, weighted by `expert` (Eq. 5) -> (loss, metrics)
 
@@ -102,14 +105,14 @@ def coupled_loss(patch_loss: Tensor, selected: Tensor, weights: Tensor | None = 
     selected [B, N]: 1 for patches that count, 0 for the others
     weights [B, T, E]: routing weights of this kind, "dispatch" or "combine"
     detach, prefix: see `patch_weights`
-    If weights or expert is None, all selected patches count equally.
+    If weights is None, all selected patches count equally.
 
     Metrics: `spread`, see `loss_spread`. A weighted loss also has `unweighted`, the plain mean, and
     `ratio`, the weighted loss divided by the plain mean.
     """
     unweighted = weighted_mean(patch_loss, selected)
     metrics = {"spread": loss_spread(patch_loss.detach(), selected)}
-    if weights is None or expert is None:
+    if weights is None:
         return unweighted, metrics
     weight = patch_weights(weights, expert, detach, prefix)
     if kind == "combine":      # not normalized, as in the paper: a router can make the loss vanish
@@ -190,7 +193,8 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         width; routing, {block: an object with `dispatch` and `combine`}; ids_keep, the indices
         [B, V] of the visible patches in sparse encoding, None in dense encoding; and pixels, which
         only "pixel" needs
-    targets [B, 1 + N, D]: the teacher's tokens of the whole image
+    targets [B, 1 + N, D]: the teacher's tokens of the whole image; [B, N, D] is enough without
+        "cls"
     images [B, 3, S, S] in [0, 1]: only "pixel" needs them
     mask bool [B, N]: True where masked
     objectives: "token", "cls" and "pixel", in the order of the losses
@@ -204,20 +208,13 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     NAME_unweighted and NAME_ratio. With a router, there are also entropy and dispatch_cv of its
     dispatch weights, cls_share (the weight on [CLS]), entropy_loss and importance_loss.
 
-    Raises ValueError if targets do not have 1 + N tokens.
+    Raises ValueError if targets have another number of tokens.
     """
-    if targets.shape[1] != 1 + mask.shape[1]:
+    count = mask.shape[1]
+    if targets.shape[1] - count not in ((1,) if "cls" in objectives else (0, 1)):
         raise ValueError(f"targets have {targets.shape[1]} tokens; [CLS] and the patches are "
-                         f"{1 + mask.shape[1]}")
+                         f"{1 + count}")
     tokens, targets, masked = pred.tokens.float(), targets.float(), mask.float()
-    dense = pred.ids_keep is None
-    if dense:      # the token loss is on the masked patches
-        patch_targets, selected = targets[:, 1:], masked
-    else:          # the student sees only visible patches, so the token loss is on these
-        ids = pred.ids_keep[..., None].expand(len(targets), -1, targets.shape[2])
-        patch_targets = targets[:, 1:].gather(1, ids)
-        selected = torch.ones_like(patch_targets[..., 0])
-
     routing, weights = None, None
     blocks = list(pred.routing)[-1:] if loss_block is None else loss_block
     if blocks:
@@ -226,28 +223,36 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         if loss_weights != "uniform":
             weights = routing[loss_weights].mean(0)                       # [B, T, E]
 
-    patch_losses = {}      # what each patch costs, and which patches count
-    if "token" in objectives:
-        patch_losses["token"] = token_loss(tokens[:, prefix:], patch_targets), selected
-    if "pixel" in objectives:
-        patch_losses["pixel"] = pixel_loss(pred.pixels.float(), images), masked
+    patch_targets = targets[:, -count:]
+    if pred.ids_keep is None:      # dense encoding: the masked patches have the token loss
+        selected, pixel_weights = masked, weights
+    else:                          # sparse: the visible ones, and the router sees no others
+        index = pred.ids_keep[..., None].expand(len(targets), -1, targets.shape[2])
+        patch_targets = patch_targets.gather(1, index)
+        selected, pixel_weights = torch.ones_like(patch_targets[..., 0]), None
 
-    metrics = {}           # the losses, and what the log shows beside them
+    coupling = dict(kind=loss_weights, detach=detach, prefix=prefix)
+    losses, beside = {}, {}        # the objectives' losses, and what the log shows beside them
+    if "token" in objectives:
+        losses["token"], beside["token"] = coupled_loss(
+            token_loss(tokens[:, prefix:], patch_targets), selected,
+            weights, EXPERTS["token"], **coupling)
     if "cls" in objectives:
-        metrics["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
-    for name, (patch_loss, counts) in patch_losses.items():
-        # In sparse encoding, the router sees the V visible patches, so a loss [B, N] is unweighted.
-        expert = EXPERTS[name] if counts.shape == selected.shape else None
-        metrics[name], beside = coupled_loss(patch_loss, counts, weights, expert,
-                                             kind=loss_weights, detach=detach, prefix=prefix)
-        metrics |= {f"{name}_{key}": value for key, value in beside.items()}
-    losses = torch.stack([metrics[name] for name in objectives])
+        losses["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
+    if "pixel" in objectives:
+        losses["pixel"], beside["pixel"] = coupled_loss(
+            pixel_loss(pred.pixels.float(), images), masked,
+            pixel_weights, EXPERTS["pixel"], **coupling)
+    metrics = losses | {f"{name}_{key}": value for name, more in beside.items()
+                        for key, value in more.items()}
 
     regularizer = targets.new_zeros(())
     if routing:
         regularizer, terms = router_regularizer(routing, lambdas, entropy_on, importance_weight)
         dispatch = routing["dispatch"].detach()
         metrics |= terms | {"entropy": dispatch_entropy(dispatch.flatten(0, 1)),
-                            "dispatch_cv": dispatch_cv(dispatch.mean(0)[:, prefix:]),
-                            "cls_share": dispatch.mean(0)[:, 0].mean(0)}
-    return losses, regularizer, {name: value.detach() for name, value in metrics.items()}
+                            "dispatch_cv": dispatch_cv(dispatch.mean(0)[:, prefix:])}
+        if prefix:
+            metrics["cls_share"] = dispatch.mean(0)[:, 0].mean(0)
+    return (torch.stack([losses[name] for name in objectives]), regularizer,
+            {name: value.detach() for name, value in metrics.items()})

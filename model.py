@@ -45,7 +45,7 @@ def decays(name: str, parameter: Tensor) -> bool:
 def normalize(images: Tensor, mean=IMAGENET_MEAN, std=IMAGENET_STD) -> Tensor:
     """Normalizes images [..., 3, H, W] in [0, 1] to zero mean and unit variance, for the model."""
     # Python floats, because copying tensors to a GPU would make the host wait
-    channels = zip(images.unbind(-3), mean, std)
+    channels = zip(images.unbind(-3), mean, std, strict=True)
     return torch.stack([(x - m) / s for x, m, s in channels], dim=-3)
 
 
@@ -72,7 +72,8 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Computes routing weights from the cosine of each token and each expert's phi (Eq. 4).
 
-    x [B, T, D] -> Routing, [B, T, E] each, in float32 even if x has half precision
+    x [B, T, D] -> Routing, [B, T, E] each, in float32 even if x has half precision. Where `valid`,
+    bool [B, T], is False, a token is padding, and no expert gets any of it.
     """
 
     def __init__(self, dim: int, experts: int = 1):
@@ -80,18 +81,25 @@ class Router(nn.Module):
         self.phi = nn.Parameter(torch.empty(dim, experts))   # what each expert looks for
         # 1 / temperature of the softmaxes; [1] because fully_shard takes no scalars
         self.scale = nn.Parameter(torch.ones(1))
+        self.reset_parameters()
+
+    def reset_parameters(self):
         # Only the direction of phi matters to the weights, but its length sets how fast AdamW can
         # turn it: these are the initial values of the authors' code.
-        nn.init.uniform_(self.phi, -experts ** -0.5, experts ** -0.5)
+        bound = self.phi.shape[1] ** -0.5
+        nn.init.uniform_(self.phi, -bound, bound)
+        nn.init.ones_(self.scale)
 
-    def forward(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Routing:
         precision = torch.promote_types(x.dtype, torch.float32)
-        device = "cpu" if x.is_meta else x.device.type      # the meta device has no autocast
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             x = F.normalize(x.to(precision), dim=-1)
             phi = F.normalize(self.phi.to(precision), dim=0)
             logits = self.scale * (x @ phi)                  # scaled cosines, [B, T, E]
-            return Routing(dispatch=logits.softmax(dim=1), combine=logits.softmax(dim=2))
+            combine = logits.softmax(dim=2)
+            if valid is not None:
+                logits = logits.masked_fill(~valid[..., None], -math.inf)
+            return Routing(dispatch=logits.softmax(dim=1), combine=combine)
 
 
 class SoftMoE(nn.Module):
@@ -107,21 +115,27 @@ class SoftMoE(nn.Module):
         self.dropout = dropout
         self.router = Router(dim, experts)
         self.w1 = nn.Parameter(torch.empty(experts, dim, hidden))
-        self.b1 = nn.Parameter(torch.zeros(experts, hidden))
+        self.b1 = nn.Parameter(torch.empty(experts, hidden))
         self.w2 = nn.Parameter(torch.empty(experts, hidden, dim))
-        self.b2 = nn.Parameter(torch.zeros(experts, dim))
+        self.b2 = nn.Parameter(torch.empty(experts, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        dim, hidden = self.w1.shape[1:]
         # nn.Linear's bound, 1 / sqrt(in). nn.init would take in * out as the fan-in of a tensor
         # [E, in, out].
         nn.init.uniform_(self.w1, -dim ** -0.5, dim ** -0.5)
         nn.init.uniform_(self.w2, -hidden ** -0.5, hidden ** -0.5)
+        nn.init.zeros_(self.b1)
+        nn.init.zeros_(self.b2)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
-        """x [B, T, D] -> (y [B, T, D], Routing)
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Routing]:
+        """x [B, T, D] -> (y [B, T, D], Routing); `valid` as in `Router`
 
         Each row of x must hold the tokens of one image: images packed into one row would share the
         experts' inputs.
         """
-        routing = self.router(x)
+        routing = self.router(x, valid)
         slots = torch.einsum("bte,btd->ebd", routing.dispatch.to(x.dtype), x)      # [E, B, D]
         hidden = F.gelu(torch.baddbmm(self.b1[:, None], slots, self.w1))           # [E, B, H]
         outputs = torch.baddbmm(self.b2[:, None], hidden, self.w2)                 # [E, B, D]
@@ -194,11 +208,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Routing | None]:
         """x [B, T, D] -> (x [B, T, D], the SoftMoE's Routing or None)"""
         x = x + self.drop_path(self.ls1(self.attn(self.norm1(x))))
-        routing = None
-        if isinstance(self.mlp, SoftMoE):
-            y, routing = self.mlp(self.norm2(x))
-        else:
-            y = self.mlp(self.norm2(x))
+        y, routing = self.mlp(self.norm2(x)), None
+        if isinstance(y, tuple):      # a SoftMoE's, also if something wraps it
+            y, routing = y
         return x + self.drop_path(self.ls2(y)), routing
 
 
