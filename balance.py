@@ -63,26 +63,23 @@ class GradNorm(ObjectiveWeights):
         self.register_buffer("first", torch.zeros_like(weights))
         self.shared = list(shared.parameters())
         self.alpha, self.lr, self.scaler = alpha, lr, scaler
-        # [K, 1 + M] for each micro-batch: each loss, then the M numbers of its gradient at `shared`
-        self.observed = []
+        # for each micro-batch, the losses [K] and the M numbers of their gradients [K, M]
+        self.losses, self.gradients = [], []
 
     def observe(self, losses: Tensor):
         # Without the loss scale, small gradients would underflow in FP16. Scaling a one returns the
         # scale; get_scale() would make the host wait for the GPU.
         scale = self.scaler.scale(torch.ones_like(losses[0]))
-        rows = []
-        for loss in scale * losses:
-            gradients = torch.autograd.grad(loss, self.shared, retain_graph=True)
-            rows.append(torch.cat([loss.detach()[None], *(g.flatten() for g in gradients)]))
-        self.observed.append(torch.stack(rows) / scale)
+        gradients = [torch.autograd.grad(scale * loss, self.shared, retain_graph=True)
+                     for loss in losses]
+        self.losses.append(losses.detach())
+        self.gradients.append(
+            torch.stack([torch.cat([g.flatten() for g in each]) for each in gradients]) / scale)
 
     def update(self):
-        means = torch.stack(self.observed).mean(0)      # over micro-batches, then over processes
-        self.observed = []
-        if dist.is_initialized():
-            dist.all_reduce(means)
-            means /= dist.get_world_size()
-        losses, norms = means[:, 0], means[:, 1:].norm(dim=1)
+        losses, gradients = mean(self.losses), mean(self.gradients)
+        self.losses, self.gradients = [], []
+        norms = gradients.norm(dim=1)
         unknown = (self.first == 0) & losses.isfinite()
         self.first.copy_(torch.where(unknown, losses, self.first))
         rate = losses / self.first
@@ -91,5 +88,14 @@ class GradNorm(ObjectiveWeights):
         change = self.lr * torch.sign(weighted - target) * norms
         changed = (self.weights - change).clamp_min(1e-3)      # our addition: weights stay positive
         changed = changed * len(changed) / changed.sum()
-        finite = means.isfinite().all() & changed.isfinite().all()
+        finite = torch.cat([losses, gradients.flatten(), changed]).isfinite().all()
         self.weights = torch.where(finite, changed, self.weights)
+
+
+def mean(values: list[Tensor]) -> Tensor:
+    """The mean over micro-batches and processes"""
+    total = torch.stack(values).mean(0)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+    return total
