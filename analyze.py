@@ -32,7 +32,6 @@ import common
 import data
 from common import UserError, non_negative_int, positive_int, rounded
 from encoders import FrozenEncoder, build_frozen, load_checkpoint, load_encoder, load_student
-from knn import trained_on
 from losses import dispatch_cv, dispatch_entropy, token_loss
 from model import ViT, normalize
 from plot import plain
@@ -117,7 +116,7 @@ def collect(checkpoint: dict, encoder: ViT, args, process: common.Process) -> tu
     Raises UserError.
     """
     size, blocks = encoder.config["image_size"], encoder.moe_blocks
-    images = args.data or trained_on(checkpoint)
+    images = args.data or data.trained_on(checkpoint)
     views = data.CenterViews(data.open_images(images, "val", size, labels=False), size)
     rng = np.random.default_rng(args.seed)
     indices = torch.from_numpy(rng.permutation(len(views))[:args.images])
@@ -332,7 +331,7 @@ def main(args) -> list[dict]:
         report(models[-1]["numbers"])
     numbers = [model["numbers"] for model in models]
     out = Path(args.out or Path(args.checkpoints[0]).parent)
-    common.make_folder(out)
+    out.mkdir(parents=True, exist_ok=True)
     (out / "routing.json").write_text(json.dumps(rounded(numbers), indent=1) + "\n")
     experts = EXPERTS if len(models) <= 2 else 1
     draw_heatmaps(models, experts, out / "heatmaps.png")

@@ -6,8 +6,9 @@ import datetime
 import json
 import math
 import os
+import pickle
 import sys
-import tempfile
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -29,26 +30,36 @@ def get_rank() -> int:
     return int(os.environ["RANK"]) if "WORLD_SIZE" in os.environ else 0
 
 
-def note(line: str):
-    """Prints a line for the user to stderr, on rank 0."""
+def note(line: str, stream=None):
+    """Prints a line for the user to stderr, or to `stream`, on rank 0."""
     if get_rank() == 0:
-        tqdm.write(line, file=sys.stderr)      # tqdm keeps the line clear of a progress bar
-        sys.stderr.flush()
+        stream = stream or sys.stderr
+        tqdm.write(line, file=stream)      # tqdm keeps the line clear of a progress bar
+        stream.flush()
+
+
+@contextlib.contextmanager
+def naming(what: str | Path):
+    """Turns any error of a file, or of another library, into a UserError that begins with `what`,
+    on one line. Errors that are UserErrors, and a lack of memory, stay as they are.
+    """
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:      # damaged files and other libraries raise many types
+        # with weights_only, PyTorch's own error is long advice on loading everything; the error
+        # that it was handling has the reason
+        cause = error.__context__ if isinstance(error, pickle.UnpicklingError) else error
+        reason = str(getattr(cause, "strerror", None) or cause or error).split(" Please use")[0]
+        reason = textwrap.shorten(reason, 300, placeholder=" ...") or type(error).__name__
+        raise UserError(f"{what}: {reason}") from error
 
 
 def progress_bar(*args, **kwargs) -> tqdm:
-    """A tqdm bar, redrawn once a minute if stderr is not a terminal."""
+    """A tqdm bar on rank 0, if stderr is a terminal."""
     tqdm.monitor_interval = 0      # no monitor thread: forking workers beside a thread is unsafe
-    return tqdm(*args, mininterval=0.1 if sys.stderr.isatty() else 60, **kwargs)
-
-
-def make_folder(folder: str | Path):
-    """Makes a folder for results if it does not exist. Raises UserError if it is not writable."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UserError(f"--out {folder}: {error.strerror}") from error
+    return tqdm(*args, disable=None if get_rank() == 0 else True, **kwargs)
 
 
 def rounded(value):
@@ -60,9 +71,10 @@ def rounded(value):
 
 
 def differences(old: dict, new: dict) -> str:
-    """Names the keys of both dicts whose values differ, as "NAME was OLD, is NEW, ..." """
-    return ", ".join(f"{name} was {old[name]}, is {new[name]}"
-                     for name in sorted(old.keys() & new.keys()) if old[name] != new[name])
+    """Names the first keys of both dicts whose values differ, as "NAME was OLD, is NEW, ..." """
+    changed = [f"{name} was {old[name]}, is {new[name]}"
+               for name in old if name in new and old[name] != new[name]]
+    return ", ".join(changed[:3]) + f" and {len(changed) - 3} more" * (len(changed) > 3)
 
 
 class Output:
@@ -186,12 +198,18 @@ def count_cores() -> int:
 
 
 def add_train_flags(parser: argparse.ArgumentParser, stage: str, *, batch_size: int, lr: float,
-                    min_lr: float, weight_decay: float, clip_grad: float):
-    """Adds the flags of every stage that trains."""
+                    min_lr: float, weight_decay: float, clip_grad: float, length: int, warmup: int,
+                    save_every: int, unit: str = "epochs"):
+    """Adds the flags of every stage that trains; a run's length counts in `unit`."""
     parser.set_defaults(stage=stage)
     group = parser.add_argument_group("run")
     group.add_argument("--out", metavar="FOLDER", type=path, default=f"runs/{stage}",
                        help="folder of the run; the same command resumes it")
+    group.add_argument(f"--{unit}", type=positive_int, default=length, help="length of the run")
+    group.add_argument(f"--warmup-{unit}", type=non_negative_int, default=warmup,
+                       help=f"{unit} of linear warm-up")
+    group.add_argument("--save-every", type=positive_int, default=save_every,
+                       help=f"{unit} between evaluations and kept checkpoints")
     group.add_argument("--max-steps", type=positive_int,
                        help="stop after this step; the same command without it resumes")
 
@@ -214,17 +232,6 @@ def add_train_flags(parser: argparse.ArgumentParser, stage: str, *, batch_size: 
                        help="maximum norm of the gradient; 0 for no clipping")
 
 
-def add_length_flags(parser: argparse.ArgumentParser, unit: str, *, length: int, warmup: int,
-                     save_every: int):
-    """Adds the flags for the length of a run in `unit`, "epochs" or "iterations"."""
-    group = parser.add_argument_group("length")
-    group.add_argument(f"--{unit}", type=positive_int, default=length, help="length of the run")
-    group.add_argument(f"--warmup-{unit}", type=non_negative_int, default=warmup,
-                       help=f"{unit} of linear warm-up")
-    group.add_argument("--save-every", type=positive_int, default=save_every,
-                       help=f"{unit} between evaluations and kept checkpoints")
-
-
 def add_pool_flag(group):
     group.add_argument("--pool", choices=("cls", "mean"), default="cls",
                        help="pooling: the [CLS] token, or the mean patch token")
@@ -233,21 +240,14 @@ def add_pool_flag(group):
 def parse_run(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """Parses the flags of a stage that trains. The warm-up must be shorter than the run."""
     args = parser.parse_args(argv)
-    unit = "epochs" if hasattr(args, "epochs") else "iterations"
-    length = getattr(args, unit)
-    warmup = getattr(args, f"warmup_{unit}")
+    unit = "epochs" if "epochs" in args else "iterations"
+    length, warmup = getattr(args, unit), getattr(args, f"warmup_{unit}")
     if warmup >= length:
         parser.error(f"--warmup-{unit} {warmup} is not below --{unit} {length}")
     return args
 
 
 # ------------------------------------------------------------------------------ process
-
-def describe_data(image_count: int, classes: list[str]) -> dict:
-    """The facts about a data set that `Process.agree` compares"""
-    names = {f"class {i}": name for i, name in enumerate(classes)}
-    return names | {"the number of images": image_count, "the number of classes": len(classes)}
-
 
 class Process:
     """This process: its rank among all processes, its device and its precision."""
@@ -280,29 +280,27 @@ class Process:
     def autocast(self):
         return torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None)
 
-    def agree(self, args: argparse.Namespace, facts: dict, act=lambda: None):
-        """Calls act() on rank 0 and compares the flags and facts of all processes, before any work.
+    def agree(self, args: argparse.Namespace, prepare):
+        """Calls prepare() in each process, and compares the flags and the facts that it returns.
 
-        Raises UserError on all ranks if two processes differ, or if act() raises UserError.
+        Raises UserError in all processes if two of them differ, or if prepare() raises one in any.
         """
-        facts = facts | {flag(name): value for name, value in vars(args).items()
-                         if name not in ("data", "out", "workers")}      # machines may have others
-        told = {"facts": facts, "error": None}
-        if self.rank == 0:
-            try:
-                act()
-            except UserError as error:
-                told["error"] = str(error)
-        all_told = [told]
+        # machines may have folders of their own
+        facts = {flag(name): value for name, value in vars(args).items()
+                 if name not in ("data", "out", "workers")}
+        try:
+            facts |= prepare()
+        except UserError as error:
+            facts["error"] = str(error)
+        everyone = [facts]
         if self.world > 1:
-            all_told = [None] * self.world
-            dist.all_gather_object(all_told, told)
-        first = all_told[0]
-        for rank, other in enumerate(all_told):
-            changed = differences(first["facts"], other["facts"])
-            if first["error"] or changed:
-                raise UserError(first["error"]
-                                or f"rank {rank} does not run what rank 0 runs: {changed}")
+            everyone = [None] * self.world
+            dist.all_gather_object(everyone, facts)
+        for rank, other in enumerate(everyone):
+            if "error" in other:
+                raise UserError(other["error"])
+            if changed := differences(everyone[0], other):
+                raise UserError(f"rank {rank} does not run what rank 0 runs: {changed}")
 
     def sum(self, values: Tensor) -> Tensor:
         """Sums values over all processes, in place (all-reduce)."""

@@ -8,6 +8,7 @@ on the device.
 
 import argparse
 import atexit
+import collections
 import contextlib
 import functools
 import math
@@ -29,7 +30,7 @@ from torchvision.datasets import CIFAR10, Food101
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import functional as TF
 
-from common import Process, UserError, generator, note, progress_bar
+from common import Process, UserError, default_data, generator, naming, note, progress_bar
 from shapes import Shapes
 
 BICUBIC = TF.InterpolationMode.BICUBIC
@@ -44,7 +45,7 @@ def read_image(path: str | os.PathLike) -> Tensor:
     """Reads an image file as RGB, uint8 [3, H, W], and applies its EXIF orientation. Raises
     UserError.
     """
-    try:
+    with naming(f"cannot read the image {path}"):
         encoded = np.fromfile(path, np.uint8)
         if encoded[:2].tolist() == [0xFF, 0xD8]:      # a JPEG
             with contextlib.suppress(AttributeError, RuntimeError):
@@ -57,9 +58,6 @@ def read_image(path: str | os.PathLike) -> Tensor:
             if picture.mode[0] in "IF":      # 16 or 32 bits, which Pillow would convert to white
                 raise ValueError(f"mode {picture.mode}, expected 8 bits a channel")
             rgb = TF.pil_to_tensor(ImageOps.exif_transpose(picture).convert("RGB"))
-    except Exception as error:      # Pillow raises many types for broken files
-        raise UserError(f"cannot read the image {path} ({type(error).__name__}: {error})"
-                        ) from error
     if picture.format == "JPEG":
         print_once("torchvision does not decode some JPEGs, so Pillow reads them, which takes "
                    "longer")
@@ -88,37 +86,31 @@ def print_once(line: str):
     print(line, file=sys.stderr, flush=True)
 
 
-def walk(folder: str, parents: frozenset[str] = frozenset()):
-    """Like os.walk, but sorted, without hidden files and folders, and following symlinks.
+def walk(folder: str):
+    """os.walk, sorted, without hidden files and folders, and following symlinks.
 
     Symlinks to a parent folder are not followed, because they would never end. Yields nothing if
     `folder` does not exist. Raises UserError if a folder cannot be listed.
     """
-    here = os.path.realpath(folder)
-    parents = parents or frozenset(map(str, Path(here).parents))
-    if here in parents:
-        return
-    try:
-        with os.scandir(folder) as entries:
-            found = sorted((entry.name, entry.is_dir()) for entry in entries
-                           if entry.name[0] != "." and entry.name != "__MACOSX")
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise UserError(f"cannot list the folder {folder}: {error.strerror}") from error
-    folders = [name for name, is_folder in found if is_folder]
-    yield folder, folders, [name for name, is_folder in found if not is_folder]
-    for name in folders:
-        yield from walk(os.path.join(folder, name), parents | {here})
+    def fail(error: OSError):
+        if not isinstance(error, FileNotFoundError):
+            raise UserError(f"cannot list the folder {error.filename}: {error.strerror}")
+
+    def visible(names: list[str]) -> list[str]:
+        return sorted(name for name in names if name[0] != "." and name != "__MACOSX")
+
+    for here, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        real = Path(here).resolve()
+        above = {real, *real.parents, *(parent.resolve() for parent in Path(here).parents)}
+        folders[:] = [name for name in visible(folders)
+                      if Path(here, name).resolve() not in above]
+        yield here, folders, visible(names)
 
 
 def list_images(folder: str) -> list[str]:
     """The paths of all images in a folder: first the folder's own, then its subfolders' images."""
     paths, others = [], set()
-    for here, folders, names in walk(folder):
-        if {"train", "val"} <= set(folders):
-            note(f"{here} has train/ and val/, and the images of both count: --data {here} takes "
-                 "only the images of train/")
+    for here, _, names in walk(folder):
         for name in names:
             if name.lower().endswith(ENDINGS):
                 paths.append(os.path.join(here, name))
@@ -207,15 +199,34 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
                 f"--data {data} is not whole in data/ ({type(error).__name__}). To download it: "
                 f"python -c \"import torchvision; torchvision.datasets.{DOWNLOADED[data]}"
                 "('data', download=True)\"") from error
-    try:
+    with naming(f"--data {data}"):
         os.stat(data)
-    except OSError as error:
-        raise UserError(f"--data {data}: {error.strerror}; expected a folder of images") from error
     if labels:
         return Folder(data, split)
     folder = os.path.join(data, split)
-    folder = folder if os.path.isdir(folder) else data
-    return Photos(folder, f"--data {data}: no image in {folder}")
+    if os.path.isdir(folder):
+        return Photos(folder, f"--data {data}: no image in {folder}")
+    photos = Photos(data, f"--data {data}: no image in {data}")
+    places = (os.path.relpath(photos.path(i), data).split(os.sep) for i in range(len(photos)))
+    counts = collections.Counter(place[0] for place in places if len(place) > 1)
+    if counts:      # is it Train/, or has it annotations?
+        counted = ", ".join(f"{count} in {name}/" for name, count in counts.most_common(5))
+        note(f"{data} has no {split}/, so all of its {len(photos)} images count: {counted}"
+             + ", ..." * (len(counts) > 5))
+    return photos
+
+
+def trained_on(checkpoint: dict) -> str:
+    """The --data of the run that wrote a checkpoint, if it is still there, else the default."""
+    name = checkpoint["args"].get("data")
+    there = name and (name in (*DRAWN, *DOWNLOADED) or Path(name).exists())
+    return name if there else default_data()
+
+
+def describe(image_count: int, classes: list[str]) -> dict:
+    """The facts about a data set in which all processes, and a resumed run, must agree"""
+    names = {f"class {i}": name for i, name in enumerate(classes)}
+    return {"the number of images": image_count, "the number of classes": len(classes)} | names
 
 
 # ------------------------------------------------------------------- views of one image
@@ -264,26 +275,32 @@ def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
     missing = count_masked(grid, ratio)
     smallest = max(1, round(16 * min(1, grid ** 2 / 14 ** 2)))
     mask = np.zeros((grid, grid), dtype=bool)
-    failures = 0
-    while missing and failures < 10:
-        # random() takes a third of the time of uniform() and integers()
-        area = smallest + rng.random() * (missing - smallest)
-        aspect = 0.3 ** (2 * rng.random() - 1)
-        h = round(math.sqrt(area * aspect))
-        w = round(math.sqrt(area / aspect))
-        failures += 1
-        if h < grid and w < grid:
-            top = int(rng.random() * (grid - h + 1))
-            left = int(rng.random() * (grid - w + 1))
-            block = mask[top:top + h, left:left + w]
-            new = block.size - np.count_nonzero(block)
-            if 0 < new <= missing:
-                block[:] = True
-                missing -= new
-                failures = 0
+    added = True
+    while missing and added:
+        tries = (add_block(rng, mask, missing, smallest) for _ in range(10))
+        added = next(filter(None, tries), 0)
+        missing -= added
     mask = mask.ravel()
     mask[rng.permutation(np.flatnonzero(~mask))[:missing]] = True
     return mask
+
+
+def add_block(rng: np.random.Generator, mask: np.ndarray, missing: int, smallest: int) -> int:
+    """Masks a random block if it fits -> the number of newly masked patches, 0 if it does not"""
+    grid = len(mask)
+    # random() takes a third of the time of uniform() and integers()
+    area = smallest + rng.random() * (missing - smallest)
+    aspect = 0.3 ** (2 * rng.random() - 1)
+    h, w = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+    if h >= grid or w >= grid:
+        return 0
+    top, left = int(rng.random() * (grid - h + 1)), int(rng.random() * (grid - w + 1))
+    block = mask[top:top + h, left:left + w]
+    new = block.size - np.count_nonzero(block)
+    if new > missing:
+        return 0
+    block[:] = True
+    return new
 
 
 class CenterViews(Dataset):
@@ -348,6 +365,10 @@ def plan_steps(args: argparse.Namespace, world: int, image_count: int) -> tuple[
     # the largest divisor of the share up to MICRO_BATCH
     micro_batch = args.micro_batch or max(
         n for n in range(1, min(share, MICRO_BATCH) + 1) if share % n == 0)
+    if not args.micro_batch and micro_batch < min(share, 16):      # silently slow
+        raise UserError(f"--batch-size {args.batch_size}: each process's share is {share}, so that "
+                        f"micro-batches would have {micro_batch} images; give --micro-batch, or "
+                        "another --batch-size")
     if share % micro_batch:
         raise UserError(f"--micro-batch {micro_batch} does not divide {share}, each process's "
                         f"share of --batch-size {args.batch_size}")
@@ -384,12 +405,18 @@ def load(views: Dataset, batches_of_keys, process: Process, workers: int):
         raise UserError(f"the name of the temporary folder {temporary} is too long for the sockets "
                         "of workers: export TMPDIR=/tmp, or give --workers 0")
     # The DataLoader calls views[key] for each key. It draws a seed when it starts, and gets its own
-    # generator for that: a draw from the global generator would change the step's drop path.
+    # generator for that: a draw from the global generator would change the step's drop path. Python
+    # 3.14's fork server would die of the signals from which `shield` protects workers.
     loader = DataLoader(
         views, batch_sampler=batches_of_keys, num_workers=workers, worker_init_fn=shield,
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         pin_memory=process.device.type == "cuda", generator=torch.Generator())
+    others = multiprocessing.active_children()
+    batches = iter(loader)
+    started = [child for child in multiprocessing.active_children() if child not in others]
+    atexit.register(end_workers, started)
     try:
-        for batch in loader:
+        for batch in batches:
             yield {name: value.to(process.device, non_blocking=True)
                    for name, value in batch.items()}
     except UserError as error:      # cut off the traceback that a worker's error begins with
@@ -410,8 +437,7 @@ def eval_batches(views: Dataset, batch_size: int, args, process: Process, what: 
     Rank 0 shows a progress bar with the label `what`.
     """
     batches = torch.arange(len(views)).split(batch_size)[process.rank::process.world]
-    order = progress_bar([batch.tolist() for batch in batches], what, leave=False,
-                         disable=process.rank > 0)
+    order = progress_bar([batch.tolist() for batch in batches], what, leave=False)
     return load(views, order, process, args.workers)
 
 
@@ -425,15 +451,13 @@ def shield(worker: int):
         signal.signal(number, signal.SIG_IGN)
 
 
-@atexit.register
-def end_loaders():
+def end_workers(workers: list[multiprocessing.Process]):
     """Kills the workers of a run that failed. At exit, Python sends them SIGTERM, which they ignore
     (`shield`), and would wait for them forever.
     """
-    for process in multiprocessing.active_children():
-        if process.daemon:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)      # or PyTorch reports a worker's death
-            process.kill()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)      # or PyTorch reports a worker's death
+    for worker in workers:
+        worker.kill()
 
 
 # --------------------------------------------------------------- on the training device

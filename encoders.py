@@ -14,11 +14,10 @@ import json
 import math
 import os
 import pathlib
-import pickle
 import re
-import textwrap
 import warnings
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import UserError, note
+from common import UserError, naming, note
 from model import DECODER, IMAGENET_MEAN, IMAGENET_STD, Attention, Explore, ViT, normalize, patchify
 
 # -------------------------------------------------------------------------- from a file
@@ -35,11 +34,14 @@ from model import DECODER, IMAGENET_MEAN, IMAGENET_STD, Attention, Explore, ViT,
 # all tensors of the encoder, such as `module.` from DDP, `_orig_mod.` from torch.compile, or
 # `backbone.`.
 PATCH_EMBED = "patch_embed.proj.weight"
-# Keys under which trainers save state dicts. We load the first that exists, like its own library:
+# Keys under which trainers save state dicts. We load the one that the file's own library evaluates:
 # DINO, iBOT, I-JEPA and timm train one model and evaluate its average; DeiT evaluates `model`, and
 # not `model_ema`; DeepSpeed writes `module`.
 STATE_DICTS = ("teacher", "target_encoder", "state_dict_ema", "model", "model_ema", "state_dict",
                "module", "encoder", "student")
+# Prefixes of encoders that a state dict has beside others: the release's student, DINOv2's average,
+# and MoCo v3's trained encoder
+PREFIXES = ("student.", "teacher.backbone.", "base_encoder.")
 # Tensors that other repositories save beside the encoder, by the beginnings of their names.
 NOT_ENCODER = re.compile(
     r"\w*head|decoder|mask_token|fc_norm|fc\.|pre_logits|predictor|projector")
@@ -62,31 +64,19 @@ def harmless() -> list:
     return [argparse.Namespace, np.ndarray, np.dtype, *numbers, *functions, *paths]
 
 
-@contextlib.contextmanager
-def reading(path: str | Path):
-    """Turns any error with a file into a UserError that names the file."""
-    try:
-        yield
-    except IsADirectoryError as error:
-        raise UserError(f"{path} is a folder; give a file in it, such as {path}/last.pt") from error
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or one_line(error)}") from error
-    except Exception as error:      # another format, a truncated file, code: each has its own type
-        raise UserError(f"{path}: {one_line(error)}") from error
-
-
-def load_checkpoint(path: str | Path, heads: int | None = None) -> dict:
+def load_checkpoint(path: str | Path, heads: int | None = None, prefix: str | None = None) -> dict:
     """Reads a checkpoint file into a dict. Raises UserError.
 
     The dict has "model", a state dict in which the encoder's tensors are named "encoder.NAME";
     "encoder", the arguments of `ViT`; "args", the flags of the run; "path"; and whatever else our
-    checkpoint holds. Other repositories' files are converted to this form; `heads` is the number of
-    attention heads for a file that does not say it.
+    checkpoint holds. Other repositories' files are converted to this form. `heads` is the number of
+    attention heads for a file that does not say it, and `prefix` stands before the names of the
+    encoder's tensors in a file that holds several encoders.
     """
-    with reading(path):
+    with naming(path):
         file = read_file(path)
         if not {"model", "encoder", "args"} <= file.keys():
-            file = convert(file, path, heads)
+            file = convert(file, path, heads, prefix)
         if not isinstance(file["encoder"], dict):
             raise ValueError(f"it holds only a probe's head; its encoder is {file['encoder']}")
     return file | {"path": str(path)}
@@ -120,19 +110,22 @@ def is_torchscript(path: str | Path) -> bool:
         return any(name.endswith("/constants.pkl") for name in archive.namelist())
 
 
-def convert(file: dict, path: str | Path, heads: int | None) -> dict:
+def convert(file: dict, path: str | Path, heads: int | None, prefix: str | None) -> dict:
     """Converts another repository's file to the form of our checkpoints. Raises ValueError.
 
     The conversion drops heads and decoders. It keeps other tensors that our encoder has no place
     for, such as register tokens, so that `load_encoder` refuses the file: without these tensors,
     the features would be silently wrong.
     """
-    state = {name: x for name, x in find_encoder(file, path).items() if not NOT_ENCODER.match(name)}
-    for name in ("cls_token", "pos_embed"):
-        if name not in state:
-            raise ValueError(no_such_tensor(name, state))
-    grid = math.isqrt(state["pos_embed"].shape[1] - 1)
-    dim, _, patch_size, _ = state[PATCH_EMBED].shape
+    state = {name: x for name, x in find_encoder(file, path, prefix).items()
+             if not NOT_ENCODER.match(name)}
+    dim, *_, patch_size = state[PATCH_EMBED].shape
+    positions = state.get("pos_embed", torch.empty(1, 0)).shape[1]      # [CLS] and a square
+    grid = math.isqrt(max(positions - 1, 0))
+    if ("cls_token" not in state or positions != 1 + grid ** 2
+            or any("reg" in name for name in state)):
+        raise ValueError("its tokens are not [CLS] and a square of patches with learned positions; "
+                         "as a frozen encoder, timm/NAME may take it")
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
     # a router's phi belongs to the MLP in the release, and to a module of its own here
     phis = {int(found[1]): x for name, x in state.items()
@@ -145,45 +138,50 @@ def convert(file: dict, path: str | Path, heads: int | None) -> dict:
     config = dict(image_size=grid * patch_size, patch_size=patch_size, dim=dim, depth=depth,
                   heads=heads or find_heads(file, beside, path, dim), experts=experts,
                   moe_blocks=moe_blocks)
-    compare_normalization(beside, path)
     model = {f"encoder.{name}": x for name, x in state.items()}
     return {"model": model, "encoder": config, "args": {}}
 
 
-def find_encoder(file: dict, path: str | Path) -> dict[str, Tensor]:
+def find_encoder(file: dict, path: str | Path, prefix: str | None) -> dict[str, Tensor]:
     """Finds the ViT's state dict in another repository's file, and removes its prefix.
 
-    The tensors have timm's names or the release's. If the file has several encoders, prints which
-    one it takes. Raises ValueError if there is none.
+    The tensors have timm's names or the release's. If the file has several encoders, one with a
+    router comes first, then the order of STATE_DICTS counts, then the order of PREFIXES; a line
+    says which one was taken. Raises ValueError if there is none, or if nothing says which.
     """
     states = {key: x for key, x in file.items() if isinstance(x, dict)} | {"": file}
-    places = [(key, name.removesuffix(PATCH_EMBED)) for key, state in states.items()
-              for name in state if f".{name}".endswith(f".{PATCH_EMBED}")]
-    if not places:
+    found = []      # (rank, key, prefix)
+    for key, state in states.items():
+        for name in state:
+            if f".{name}".endswith(f".{PATCH_EMBED}"):
+                start = name.removesuffix(PATCH_EMBED)
+                words = re.sub(r"module\.|_orig_mod\.", "", start)
+                routed = any(x.startswith(start) and x.endswith(".phi") for x in state)
+                rank = not routed, position(STATE_DICTS, key), position(PREFIXES, words)
+                if prefix in (None, start, start[:-1]):
+                    found.append((rank, key, start))
+    if not found:
         largest = max(states.values(), key=len)
         raise ValueError("neither an ExPLoRe checkpoint nor a ViT with timm's names: "
-                         + no_such_tensor(PATCH_EMBED, largest))
-    rank = {key: i for i, key in enumerate(STATE_DICTS)}
-    places.sort(key=lambda place: (rank.get(place[0], len(rank)), preference(place[1])))
-    if len(places) > 1:
-        names = [" ".join(filter(None, place)) for place in places]
+                         + no_such_tensor((prefix or "") + PATCH_EMBED, largest))
+    found.sort()
+    rank, key, start = found[0]
+    if len(found) > 1:
+        names = [f"{key} {start}".strip() for _, key, start in found]
+        if found[1][0] == rank:
+            raise ValueError(f"its encoders are {', '.join(names)}; choose one by "
+                             "load_checkpoint(path, prefix=...)")
         note(f"{path}: takes {names[0]} of its encoders {', '.join(names)}")
-    key, prefix = places[0]
-    state = {name.removeprefix(prefix).replace("_orig_mod.", ""): x
+    state = {name.removeprefix(start).replace("_orig_mod.", ""): x
              for name, x in states[key].items()
-             if name.startswith(prefix) and isinstance(x, Tensor)}
+             if name.startswith(start) and isinstance(x, Tensor)}
     # DINOv2 may split its blocks into chunks, and puts the chunk's number before the block's
     return {re.sub(r"^blocks\.\d+\.(?=\d)", "blocks.", name): x for name, x in state.items()}
 
 
-def preference(prefix: str) -> int:
-    """The rank of a prefix in a state dict of several encoders; the lowest rank is loaded.
-
-    The release's `student` ranks before its `teacher`, and DINOv2's `teacher.backbone` before its
-    `student.backbone`.
-    """
-    words = prefix.replace("module.", "").replace("_orig_mod.", "").split(".")[:-1]
-    return 0 if words == ["student"] else 1 if words[:1] == ["teacher"] else 2
+def position(words: tuple[str, ...], word: str) -> int:
+    """The index of a word, or the number of words if it is another one"""
+    return words.index(word) if word in words else len(words)
 
 
 def no_such_tensor(name: str, state: dict) -> str:
@@ -226,14 +224,6 @@ def read_config(path: str | Path) -> dict:
     return {}
 
 
-def compare_normalization(config: dict, path: str | Path):
-    """Prints a line if timm's config.json beside a file has another mean than ImageNet's."""
-    mean = tuple((config.get("pretrained_cfg") or {}).get("mean", IMAGENET_MEAN))
-    if mean != IMAGENET_MEAN:
-        note(f"{path}: its config.json has the mean {mean}, but it gets ImageNet's; as a frozen "
-             f"encoder, timm/local-dir:{Path(path).parent} has its own")
-
-
 def convert_block(state: dict[str, Tensor], at: str, dim: int, experts: int):
     """Gives our names and shapes to the tensors of one block, in place. `at` is their prefix."""
     for n in (1, 2):      # no LayerScale is the same as a LayerScale of one
@@ -265,7 +255,7 @@ def load_encoder(source: str | Path | dict, grid: int | None = None,
     config = dict(checkpoint["encoder"])
     state = {name.removeprefix("encoder."): x for name, x in checkpoint["model"].items()
              if name.startswith("encoder.")}
-    with reading(checkpoint["path"]):
+    with naming(checkpoint["path"]):
         if grid is not None and "pos_embed" in state:
             config["image_size"] = grid * config["patch_size"]
             state["pos_embed"] = resize_pos_embed(state["pos_embed"], grid)
@@ -282,7 +272,7 @@ def load_student(source: str | Path | dict, decoder: dict = DECODER) -> Explore:
     if checkpoint["args"].get("stage") != "pretrain":
         raise UserError(f"{checkpoint['path']}: no student of pretrain.py")
     state = checkpoint["model"]
-    with reading(checkpoint["path"]):
+    with naming(checkpoint["path"]):
         student = Explore(ViT(**checkpoint["encoder"]), len(state["head.bias"]), decoder=decoder,
                           dense="mask_token" in state, pixels="decoder.mask_token" in state)
         student.load_state_dict(state)
@@ -318,7 +308,9 @@ class FrozenEncoder(nn.Module):
         self.image_size, self.dim, self.mean, self.std = image_size, dim, mean, std
 
     def forward(self, images: Tensor) -> Tensor:
-        if images.shape[-1] != self.image_size:
+        if not images.is_floating_point():
+            raise TypeError(f"images of {images.dtype}; expected floats in [0, 1]")
+        if images.shape[-2:] != (self.image_size, self.image_size):
             images = F.interpolate(images, (self.image_size, self.image_size), mode="bicubic",
                                    antialias=True)
         images = normalize(images.clamp(0, 1), self.mean, self.std)
@@ -396,7 +388,7 @@ class ClipEncoder(FrozenEncoder):
         if archive:
             visual.load_state_dict(read_torchscript(pretrained, "visual."))
         if Path(pretrained).is_file():
-            say_what_a_file_does_not(name, pretrained, visual.preprocess_cfg)
+            say_activation(name, pretrained)
 
         if grid is not None:
             position = resize_pos_embed(visual.positional_embedding[None], grid)[0]
@@ -430,11 +422,9 @@ def read_torchscript(path: str, prefix: str) -> dict[str, Tensor]:
             if name.startswith(prefix)}
 
 
-def say_what_a_file_does_not(name: str, file: str, normalization: dict):
-    """Prints which activation and which mean open_clip's model `name` uses with a file of weights,
-    if some weights for this model need another activation or mean.
-
-    A file does not say what its weights need.
+def say_activation(name: str, file: str):
+    """Prints which activation open_clip's model `name` has, if there is one with another. A file
+    does not say which activation its weights need.
     """
     import open_clip
     quick = name.endswith("-quickgelu")
@@ -443,13 +433,6 @@ def say_what_a_file_does_not(name: str, file: str, normalization: dict):
         used, instead = ("QuickGELU", "GELU") if quick else ("GELU", "QuickGELU")
         note(f"{name}/{file} uses {used}; for weights that were trained with {instead}, "
              f"give {other}/{file}")
-    mean = tuple(normalization["mean"])
-    tags = {tag: open_clip.get_pretrained_cfg(name, tag).get("mean")
-            for tag in open_clip.list_pretrained_tags_by_model(name)}
-    for tag, own in tags.items():
-        if own and tuple(own) != mean:
-            note(f"{name}/{file} normalizes images by the mean {mean}; {tag}'s weights need "
-                 f"{tuple(own)}: for these weights, give {name}/{tag}")
 
 
 class TimmEncoder(FrozenEncoder):
@@ -513,38 +496,25 @@ def build_frozen(name: str, grid: int | None = None) -> FrozenEncoder:
     """
     model, _, pretrained = name.partition("/")
     pretrained = os.path.expanduser(pretrained)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)      # "random" weights are the same every time
-            if Path(name).is_file():
-                frozen = CheckpointEncoder(name, grid)
-            elif model == "timm":
-                frozen = TimmEncoder(pretrained, grid)
-            else:
-                frozen = ClipEncoder(model, pretrained, grid)
-    except UserError:      # from a checkpoint; the message already begins with its path
-        raise
-    except Exception as error:      # timm and open_clip raise many types
-        raise UserError(f"{name}: {no_network(error) or one_line(error)}") from error
+    with naming(name), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)      # "random" weights are the same every time
+        if os.path.exists(name):
+            frozen = CheckpointEncoder(name, grid)
+        elif model == "timm":
+            frozen = TimmEncoder(pretrained, grid)
+        else:
+            frozen = ClipEncoder(model, pretrained, grid)
+    frozen.digest = digest(frozen.state_dict())
     return frozen.eval().requires_grad_(False)
 
 
-def no_network(error: Exception | None) -> str | None:
-    """Advice if the error, or one of its causes, is a failed download; else None."""
-    while error:
-        if type(error).__name__ == "LocalEntryNotFoundError":      # huggingface_hub's
-            return ("its weights are not in the cache, and the Hugging Face Hub cannot be reached. "
-                    'See "There is no network" in RUNNING.md; HF_HUB_OFFLINE=1 skips the retries')
-        error = error.__cause__ or error.__context__
-    return None
+def digest(state: dict[str, Tensor]) -> str:
+    """A checksum of weights on the CPU, by which a run notices that a file was written anew.
 
-
-def one_line(error: Exception | str) -> str:
-    """Puts an error's message on one line, and shortens it. The first line alone may say nothing.
-
-    With weights_only, PyTorch's own error is long advice on loading everything; the error that it
-    was handling has the reason.
+    Position embeddings do not count, because they are resized to a grid.
     """
-    if isinstance(error, pickle.UnpicklingError):
-        error = str(error.__context__ or error).split(" Please use")[0]
-    return textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__
+    checksum = 0
+    for name, x in state.items():
+        if "pos" not in name:
+            checksum = zlib.crc32(x.contiguous().view(-1).view(torch.uint8).numpy(), checksum)
+    return f"{checksum:08x}"

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import common
 import data
+import optim
 import supervised
 from common import UserError, positive_int
-from encoders import load_checkpoint, load_encoder
+from encoders import digest, load_checkpoint, load_encoder
 from model import PRESETS, ViT, build_vit, normalize
 from supervised import LinearHead
 
@@ -25,8 +26,8 @@ from supervised import LinearHead
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = common.make_parser(__doc__, "[CHECKPOINT] ")
     common.add_train_flags(parser, "finetune", batch_size=1024, lr=5e-4, min_lr=1e-6,
-                           weight_decay=0.05, clip_grad=0.0)
-    common.add_length_flags(parser, "epochs", length=100, warmup=5, save_every=10)
+                           weight_decay=0.05, clip_grad=0.0, length=100, warmup=5,
+                           save_every=10)
     supervised.add_augment_flag(parser)
     supervised.add_transfer_flags(parser, layer_decay=None)
 
@@ -89,8 +90,9 @@ def main(args) -> dict[str, float]:
         encoder.compile_blocks()
     return supervised.fit_classifier(
         args, process, classifier, dataset, val, image_size, erase=True,
-        model_name=args.checkpoint or f"{args.model} from scratch", encoder_config=encoder.config,
-        lr_scale=supervised.layerwise_lr(len(encoder.blocks), layer_decay))
+        title=args.checkpoint or f"{args.model} from scratch", encoder=encoder.config,
+        weights=digest(checkpoint["model"]) if checkpoint else "",
+        lr_scale=optim.layerwise_lr(len(encoder.blocks), layer_decay))
 
 
 if __name__ == "__main__":

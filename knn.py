@@ -42,13 +42,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def trained_on(checkpoint: dict) -> str:
-    """The --data of the run that wrote a checkpoint, if it is still there, else the default."""
-    name = checkpoint["args"].get("data")
-    there = name and (name in (*data.DRAWN, *data.DOWNLOADED) or Path(name).exists())
-    return name if there else common.default_data()
-
-
 @torch.no_grad()
 def extract(encoder: FrozenEncoder, views: data.CenterViews, args, process: common.Process,
             what: str) -> tuple[Tensor, Tensor]:
@@ -108,7 +101,8 @@ def main(args) -> list[float]:
     images = args.data
     if images is None:
         first = Path(args.encoders[0])
-        images = trained_on(load_checkpoint(first)) if first.is_file() else common.default_data()
+        images = (data.trained_on(load_checkpoint(first)) if first.is_file()
+                  else common.default_data())
 
     @functools.cache      # to list a million images takes a while, and epochs share them
     def views(split: str, image_size: int) -> data.CenterViews:
@@ -116,28 +110,27 @@ def main(args) -> list[float]:
 
     results = {}
     for name in args.encoders:
-        if Path(name).is_dir():
-            raise UserError(f"{name} is a folder; give a checkpoint in it, such as {name}/last.pt")
         encoder = build_frozen(name).to(process.device)
         train, val = (views(split, encoder.image_size) for split in ("train", "val"))
-        process.agree(args, common.describe_data(len(train) + len(val), train.dataset.classes))
+        facts = data.describe(len(train) + len(val), train.dataset.classes)
+        process.agree(args, lambda facts=facts: facts)
         if args.k > len(train):
             raise UserError(f"-k {args.k}: {images} has only {len(train)} training images")
         if args.compile:
             encoder.compile()
         beside = Path(name).parent if Path(name).is_file() else "runs/knn"
         out = Path(args.out or beside)
-        common.make_folder(out)      # before the work, not after it
+        out.mkdir(parents=True, exist_ok=True)
         results[name], chance = knn_accuracy(name, encoder, train, val, args, process)
         if process.rank == 0:
             row = {"encoder": name, "step": getattr(encoder, "step", None),
                    "epoch": getattr(encoder, "epoch", None), "data": images,
                    "pool": args.pool, "k": args.k, "temperature": args.temperature,
                    "top1": results[name]}
-            print(f"{results[name]:6.2f}% k-NN on {images} (chance {chance:.1f}%)  {name}",
-                  flush=True)
             with open(out / "knn.jsonl", "a") as log:
                 log.write(json.dumps(row) + "\n")
+            print(f"{results[name]:6.2f}% k-NN on {images} (chance {chance:.1f}%)  {name}",
+                  flush=True)
     return list(results.values())
 
 

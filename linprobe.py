@@ -27,8 +27,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
              "queries on the patch tokens")
     common.add_pool_flag(group)
     common.add_train_flags(parser, "linprobe", batch_size=2048, lr=2e-3, min_lr=0.0,
-                           weight_decay=0.0, clip_grad=0.0)
-    common.add_length_flags(parser, "epochs", length=100, warmup=10, save_every=10)
+                           weight_decay=0.0, clip_grad=0.0, length=100, warmup=10,
+                           save_every=10)
     supervised.add_augment_flag(parser)
     args = common.parse_run(parser, argv)
     if args.probe == "ep" and args.pool != "cls":
@@ -92,8 +92,9 @@ def main(args) -> dict[str, float]:
     if args.compile:
         frozen.compile()
     return supervised.fit_classifier(args, process, Probe(frozen, head), dataset, val,
-                                     frozen.image_size, encoder_config=args.encoder,
-                                     model_name=f"{args.probe} probe of {args.encoder}")
+                                     frozen.image_size, encoder=args.encoder,
+                                     weights=frozen.digest,
+                                     title=f"{args.probe} probe of {args.encoder}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Optimization: the learning-rate schedule, AdamW's parameter groups, and the update."""
+"""Optimization: learning rates of steps and layers, AdamW's parameter groups, and the update."""
 
 import math
 
@@ -41,6 +41,22 @@ def adamw(model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, 
     groups = [dict(params=parameters, weight_decay=weight_decay * decayed, lr_scale=scale)
               for (decayed, scale), parameters in groups.items()]
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+
+
+def layerwise_lr(depth: int, decay: float):
+    """Layer-wise decay -> a function from a parameter's name to its factor of the learning rate
+
+    Layers after the last block, such as the final norm and the head, have factor 1. The last block
+    has factor `decay`, and each layer below has `decay` times the factor of the layer above. The
+    embeddings are the lowest layer.
+    """
+    def lr_scale(name: str) -> float:
+        name = name.removeprefix("encoder.")
+        if name.startswith("blocks."):      # experts and routers belong to their block
+            return decay ** (depth - int(name.split(".")[1]))
+        embeddings = "patch_embed", "pos_embed", "cls_token"
+        return decay ** (depth + 1) if name.startswith(embeddings) else 1.0
+    return lr_scale
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float):

@@ -3,36 +3,27 @@
     python plot.py runs/demo
     python plot.py runs/coupled runs/uniform --out FOLDER
 
-The picture has a panel for each of these that the logs have: the losses, the ratio of weighted to
-unweighted token loss, the variation of expert 0's dispatch weights over an image's patches, the
-learning rate, the scores on val/, and the k-NN accuracies, which knn.py writes to knn.jsonl, by
-data set and pooling.
+The picture has a panel for each loss in the logs, with the unweighted loss in pale, for the ratio
+of weighted to unweighted token loss, the variation of expert 0's dispatch weights over an image's
+patches, the learning rate, the scores on val/, the k-NN accuracies, which knn.py writes to
+knn.jsonl, by data set and pooling, and for each field of your own.
 """
 
 import argparse
-import contextlib
-import json
 import math
 import os
 from pathlib import Path
 
 import common
+from run import read_lines
 
-# title, unit, scale, and the fields of log.jsonl: the first is a thin line, the second a pale one
-# that is wide, so that both are seen where they are equal
-PANELS = (
-    ("training loss", "cross-entropy (nats)", "log", ("loss",)),
-    ("token loss (pale: unweighted)", "Huber loss", "log", ("token", "token_unweighted")),
-    ("[CLS] loss", "1 - cosine", "log", ("cls",)),
-    ("pixel loss (pale: unweighted)", "squared error, normalized patches", "log",
-     ("pixel", "pixel_unweighted")),
-    ("weighted / unweighted token loss", "ratio, 1 is neutral", "linear", ("token_ratio",)),
-    ("variation of expert 0's weights", "standard deviation / mean", "linear", ("dispatch_cv",)),
-    ("learning rate", "AdamW's rate", "linear", ("lr",)),
-    ("validation accuracy", "top-1 (%)", "linear", ("top1",)),
-    ("segmentation of the validation images", "mIoU (%)", "linear", ("miou",)),
-)
-STYLES = (dict(linewidth=1.5, zorder=3), dict(linewidth=6, alpha=0.3))
+os.environ["MPLBACKEND"] = "agg"      # pictures go to files, and a notebook's may be missing
+# the titles of panels that do not have the name of their field in log.jsonl
+TITLES = {"loss": "training loss", "token": "token loss (pale: unweighted)", "cls": "[CLS] loss",
+          "pixel": "pixel loss (pale: unweighted)",
+          "token_ratio": "weighted / unweighted token loss",
+          "dispatch_cv": "variation of expert 0's weights", "lr": "learning rate",
+          "top1": "validation accuracy (%)", "miou": "mIoU of the validation images (%)"}
 # what is in a log and has no panel
 OTHERS = {"step", "epoch", "grad_norm", "skipped", "objective_weights", "memory_gib",
           "images_per_second", "loader_wait", "entropy", "entropy_loss", "importance_loss",
@@ -48,15 +39,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", metavar="FOLDER", type=common.path,
                         help="for curves.png (default: that of the first run)")
     return parser.parse_args(argv)
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The rows of a file that may be missing, without those that do not parse."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
 
 
 def read_run(folder: str) -> list[dict]:
@@ -94,17 +76,11 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def find_panels(logged: set[str]) -> list[tuple]:
-    """PANELS of these fields, and one for each other field that is no measure beside a loss: k-NN,
-    and an objective of one's own.
-    """
-    known = OTHERS.union(*(fields for *_, fields in PANELS))
-    own = [name for name in sorted(logged - known)
-           if not name.endswith(("_unweighted", "_ratio", "_spread"))]
-    return [panel for panel in PANELS if logged.intersection(panel[-1])] + [
-        (name, "top-1 (%)", "linear", (name,)) if name.startswith("k-NN")
-        else (f"{name} loss (pale: unweighted)", "loss", "log", (name, f"{name}_unweighted"))
-        for name in own]
+def find_panels(logged: set[str]) -> list[str]:
+    """The fields that have a panel: those of TITLES, then others in alphabetical order"""
+    beside = "_unweighted", "_ratio", "_spread"      # of a loss
+    return [name for name in TITLES if name in logged] + sorted(
+        name for name in logged - OTHERS - TITLES.keys() if not name.endswith(beside))
 
 
 def draw(runs: dict[str, list[dict]], path: Path):
@@ -116,29 +92,32 @@ def draw(runs: dict[str, list[dict]], path: Path):
     columns = min(COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(3.6 * columns, 2.8 * rows + 0.25 * len(runs)), layout="constrained")
-    for i, (title, unit, scale, fields) in enumerate(panels, start=1):
-        axis = figure.add_subplot(rows, columns, i, xlabel="epoch", ylabel=unit)
-        axis.set_title(title, fontsize="medium")
+    for i, field in enumerate(panels, start=1):
+        axis = figure.add_subplot(rows, columns, i, xlabel="epoch")
+        axis.set_title(TITLES.get(field, field), fontsize="medium")
         axis.sharex(figure.axes[0])
         for color, lines in enumerate(runs.values()):
-            for field, style in zip(fields, STYLES):
-                epochs, values = read_curve(lines, field)
+            # a wide pale line below a thin one: both are seen where they are equal
+            for name, style in ((f"{field}_unweighted", dict(linewidth=6, alpha=0.3)),
+                                (field, dict(linewidth=1.5))):
+                epochs, values = read_curve(lines, name)
                 axis.plot(epochs, values, color=f"C{color}",
                           marker="." if len(epochs) < 20 else "", **style)
-        if scale == "log" and axis.dataLim.ymin > 0:      # a loss of one's own may be negative
+        is_loss = field in ("loss", "cls") or f"{field}_spread" in logged
+        if is_loss and axis.dataLim.ymin > 0:      # a loss of one's own may be negative
             axis.set_yscale("log")
             axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
             axis.yaxis.set_major_formatter("{x:g}")      # 0.2, not 2 x 10^-1
             axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set_xlim(left=0)      # of all panels
-    figure.legend(axis.lines[::len(fields)], map(plain, runs), loc="outside lower center")
+    figure.legend(axis.lines[1::2], map(plain, runs), loc="outside lower center")
     figure.savefig(path, dpi=90)
 
 
 def main(args: argparse.Namespace):
     runs = {folder: read_run(folder) for folder in args.runs}
     out = Path(args.out or args.runs[0])
-    common.make_folder(out)
+    out.mkdir(parents=True, exist_ok=True)
     draw(runs, out / "curves.png")
     print(out / "curves.png")
 

@@ -31,8 +31,8 @@ OBJECTIVES = {"token": ["token"], "token_cls": ["token", "cls"],
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = common.make_parser(__doc__)
     common.add_train_flags(parser, "pretrain", batch_size=4096, lr=1.5e-3, min_lr=1e-6,
-                           weight_decay=0.05, clip_grad=3.0)
-    common.add_length_flags(parser, "epochs", length=300, warmup=40, save_every=10)
+                           weight_decay=0.05, clip_grad=3.0, length=300, warmup=40,
+                           save_every=10)
 
     group = parser.add_argument_group("student")
     group.add_argument(
@@ -135,16 +135,19 @@ def find_contradiction(parser: argparse.ArgumentParser, args: argparse.Namespace
         return f"{rate[0]} needs --balance gradnorm"
     if len(args.entropy_weight) > max(1, args.experts):
         return f"--entropy-weight has {len(args.entropy_weight)} values for {args.experts} experts"
-    weighted = {name: expert for name, expert in EXPERTS.items() if name in objectives
-                and (name != "pixel" or args.encoding == "dense")}
-    last = max(weighted, key=weighted.get)
-    if args.loss_weights != "uniform" and 0 < args.experts <= weighted[last]:
-        return (f"--experts {args.experts}: expert {weighted[last]} weights the {last} loss, so "
-                f"there must be {weighted[last] + 1}")
+    for name, expert in EXPERTS.items():
+        weighted = name in objectives and (name != "pixel" or args.encoding == "dense")
+        if weighted and args.loss_weights != "uniform" and 0 < args.experts <= expert:
+            return (f"--experts {args.experts}: expert {expert} weights the {name} loss, so there "
+                    f"must be {expert + 1}")
     if args.loss_weights == "uniform" and args.detach:
         return "--detach has no effect with --loss-weights uniform"
-    if args.loss_weights == "combine" and args.experts == 1:
-        return "--loss-weights combine needs 2 experts: a single expert's combine weights are all 1"
+    combine = given("entropy_on", "importance_weight")
+    combine += ["--loss-weights combine"] * (args.loss_weights == "combine")
+    if combine and args.experts == 1:
+        return f"{combine[0]} needs 2 experts: a single expert's combine weights are all 1"
+    if args.balance != "static" and len(objectives) == 1:
+        return f"--balance {args.balance} needs several objectives, and --objective has one"
     try:      # "meta" tensors take no memory
         with torch.device("meta"):
             student = build_student(args, teacher_dim=1)
@@ -196,18 +199,16 @@ def main(args):
     optimizer = optim.adamw(student, args.lr, args.weight_decay, betas=(0.9, 0.95))
     balance = build_balance(args, student, process)                             # w in Eq. 8
 
-    objectives = OBJECTIVES[args.objective]
     lambdas = args.entropy_weight + args.entropy_weight[-1:] * args.experts     # repeat the last
     lambdas = torch.tensor(lambdas[:args.experts], device=process.device)       # [E]
-    routed = dict(objectives=objectives, loss_block=args.loss_block,            # Eq. 5 to 7
+    routed = dict(objectives=OBJECTIVES[args.objective], loss_block=args.loss_block,
                   loss_weights=args.loss_weights, detach=args.detach, lambdas=lambdas,
                   entropy_on=args.entropy_on, importance_weight=args.importance_weight)
 
-    model_name = f"{args.model} with {args.experts} experts, taught by {args.teacher}"
-    run = Run(args, process, model_name, image_count=len(dataset), steps=steps,
-              epoch_steps=epoch_steps, micro_steps=micro_steps, keeps=True, shown=objectives,
-              encoder_config=student.encoder.config, model=student, optimizer=optimizer,
-              balance=balance)
+    title = f"{args.model} with {args.experts} experts, taught by {args.teacher},"
+    run = Run(args, process, title, steps=steps, epoch_steps=epoch_steps, images=len(dataset),
+              encoder=student.encoder.config, weights=teacher.digest, model=student,
+              optimizer=optimizer, balance=balance)
     first = run.resume()                # last.pt's step, or 0, which saves epoch_0000.pt
     if args.compile:
         student.encoder.compile_blocks()
@@ -217,35 +218,33 @@ def main(args):
     batches = run.timed(data.train_batches(views, args, process, micro_steps, first,
                                            run.stop_step))
 
-    with run.listening():                                       # for Ctrl-C and Slurm's signals
-        for step in run.steps(first):                           # a progress bar
-            lr = optim.learning_rate(step, steps, args.warmup_epochs * epoch_steps, args.lr,
-                                     args.min_lr)
-            optim.set_rate(optimizer, lr)
-            common.seed_torch("step", args.seed, step, process.rank)    # drop path: resumes exactly
-            w = balance(step)                                           # [K]
+    for step in run.steps():                                # a progress bar
+        lr = optim.learning_rate(step, steps, args.warmup_epochs * epoch_steps, args.lr,
+                                 args.min_lr)
+        optim.set_rate(optimizer, lr)
+        common.seed_torch("step", args.seed, step, process.rank)    # drop path: resumes exactly
+        w = balance(step)                                           # [K]
 
-            for micro_step in range(1, micro_steps + 1):
-                batch = next(batches)
-                images, mask = data.augment(batch), batch["mask"]       # [B, 3, S, S], bool [B, N]
-                with torch.no_grad():
-                    targets = teacher(images)                           # [B, 1 + N, Dt]
-                with process.accumulating(parallel, last=micro_step == micro_steps):
-                    with process.autocast():
-                        pred = parallel(normalize(images), mask, batch["ids_keep"])
-                    losses, regularizer, metrics = explore_losses(pred, targets, images, mask,
-                                                                  **routed)
-                    loss = (w * losses).sum() + regularizer             # Eq. 8, and Eq. 7
-                    balance.observe(losses)
-                    process.scaler.scale(loss / micro_steps).backward()
-                run.log(metrics, loss=loss)
+        for micro_step in range(1, micro_steps + 1):
+            batch = next(batches)
+            images, mask = data.augment(batch), batch["mask"]       # [B, 3, S, S], bool [B, N]
+            with torch.no_grad():
+                targets = teacher(images)                           # [B, 1 + N, Dt]
+            with process.accumulating(parallel, last=micro_step == micro_steps):
+                with process.autocast():
+                    pred = parallel(normalize(images), mask, batch["ids_keep"])
+                losses, regularizer, metrics = explore_losses(pred, targets, images, mask,
+                                                              **routed)
+                loss = (w * losses).sum() + regularizer             # Eq. 8, and Eq. 7
+                balance.observe(losses)
+                process.scaler.scale(loss / micro_steps).backward()
+            run.log(metrics, loss=loss)
 
-            run.log(optim.optimizer_step(optimizer, process.scaler, args.clip_grad),
-                    objective_weights=w)
-            balance.update()
-            if run.end_step(step, lr):                          # logs, saves; True after a signal
-                break
-    run.report()
+        run.log(optim.optimizer_step(optimizer, process.scaler, args.clip_grad),
+                objective_weights=w)
+        balance.update()
+        if run.end_step(step, lr):                          # logs, saves; True after a signal
+            break
 
 
 if __name__ == "__main__":

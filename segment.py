@@ -8,7 +8,6 @@
 
 import argparse
 import itertools
-import math
 import os
 from pathlib import Path
 
@@ -22,9 +21,10 @@ from torchvision.transforms.v2 import functional as TF
 
 import common
 import data
+import optim
 import supervised
-from common import UserError, positive_int
-from encoders import load_checkpoint, load_encoder
+from common import UserError, naming, positive_int
+from encoders import digest, load_checkpoint, load_encoder
 from model import IMAGENET_MEAN, ViT, normalize
 
 # the auxiliary head's loss weight and width, from the release's configuration of mmsegmentation
@@ -49,8 +49,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
              "without this flag, annotations count from 1, and 0 is ignored, as in ADE20K")
     group.add_argument("--width", type=positive_int, default=768, help="channels of UperNet")
     common.add_train_flags(parser, "segment", batch_size=16, lr=8e-5, min_lr=0.0,
-                           weight_decay=0.05, clip_grad=0.0)
-    common.add_length_flags(parser, "iterations", length=160_000, warmup=1500, save_every=8000)
+                           weight_decay=0.05, clip_grad=0.0, length=160_000, warmup=1500,
+                           save_every=8000, unit="iterations")
     supervised.add_transfer_flags(parser, layer_decay=0.85)
     return common.parse_run(parser, argv)
 
@@ -83,7 +83,7 @@ class Scenes(data.Photos):
         if turn in range(2, 9):      # `read_image` turns the image; who knows if its annotation is?
             raise UserError(f"the image {self.path(index)} has an EXIF orientation (it is "
                             f"{turn}), but its annotation has none: save both upright, without it")
-        try:
+        with naming(f"cannot read the annotation {self.annotations[index]}"):
             picture = Image.open(self.annotations[index])
             stored = picture.tile[0][3]      # the file's own mode, such as "L;4" for 4-bit gray
             if picture.mode not in ("L", "P") or stored in ("L;2", "L;4"):
@@ -92,9 +92,6 @@ class Scenes(data.Photos):
                                  "palette indices. Replace each color by its class number, and "
                                  "save the numbers as 8-bit gray")
             annotation = torch.from_numpy(np.array(picture))
-        except Exception as error:      # Pillow raises many types for broken files
-            raise UserError(f"cannot read the annotation {self.annotations[index]} ({error})"
-                            ) from error
         return annotation + 1 if self.zero_is_class else annotation      # in uint8, 255 becomes 0
 
 
@@ -296,21 +293,6 @@ def sliding_window(model, images: Tensor, classes: int, crop: int, stride: int) 
     return total / count
 
 
-def largest(logits: Tensor, size: tuple[int, int], chunk: int = 8) -> Tensor:
-    """The class of each pixel at the size (H, W): logits [1, C, h, w] -> classes [H, W]
-
-    Same as resize(logits, size)[0].argmax(0), but with the memory of only `chunk` classes: all 150
-    classes of a 12-megapixel photo would take 7.5 GiB.
-    """
-    best = logits.new_full(size, -math.inf)
-    predicted = torch.zeros(size, dtype=torch.long, device=logits.device)
-    for first in range(0, logits.shape[1], chunk):
-        values, classes = resize(logits[:, first:first + chunk], size)[0].max(0)
-        predicted = torch.where(values > best, first + classes, predicted)
-        best = torch.maximum(best, values)
-    return predicted
-
-
 def confusion(predicted: Tensor, annotation: Tensor, classes: int) -> Tensor:
     """Counts pixels by true and predicted class -> [1 + C, C]
 
@@ -349,7 +331,7 @@ def measure(model: Segmenter, views: EvalScenes, args, process: common.Process
         with process.autocast():
             logits = sliding_window(lambda x: resize(model(x)[0].float(), (crop, crop)),
                                     batch["image"] / 255, classes, crop, stride)
-        predicted = largest(logits, annotation.shape)
+        predicted = resize(logits, annotation.shape)[0].argmax(0)                  # [H, W]
         matrix += confusion(predicted, annotation, classes)
     matrix = process.sum(matrix)
     pixels = matrix.sum(1)      # pixels of each true class, [1 + C]; 0 is unlabeled
@@ -408,9 +390,9 @@ def main(args) -> dict[str, float]:
         return measure(segmenter, val_views, args, process)
 
     return supervised.fit(args, process, segmenter, TrainScenes(scenes, crop, classes, args.seed),
-                          compute_loss, evaluate, encoder_config=encoder.config,
-                          model_name=f"UperNet on {args.checkpoint}",
-                          lr_scale=supervised.layerwise_lr(len(encoder.blocks), args.layer_decay))
+                          compute_loss, evaluate, title=f"UperNet on {args.checkpoint}",
+                          encoder=encoder.config, weights=digest(checkpoint["model"]),
+                          lr_scale=optim.layerwise_lr(len(encoder.blocks), args.layer_decay))
 
 
 if __name__ == "__main__":

@@ -36,9 +36,8 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec python "$@"' task "$@" \
     | tee "$printed" || code=$?
 
-# A run that is complete, or whose --max-steps are done, does not print this. 138: SIGUSR1 came in an
-# evaluation, which it ends at once.
-if [[ $code = 0 || $code = 138 ]] && grep -q 'stopped by \(SIGUSR1\|a signal\)' "$printed"; then
+# A run that is complete, or whose --max-steps are done, does not print this.
+if [[ $code = 0 ]] && grep -q 'stopped by \(SIGUSR1\|a signal\)' "$printed"; then
     scontrol requeue "$SLURM_JOB_ID"
 else
     exit $code

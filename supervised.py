@@ -104,6 +104,12 @@ class StrongViews(data.TrainViews):
         return view | dict(image=image, jitter=np.ones_like(view["jitter"]))
 
 
+def mixup_or_cutmix(classes: int):
+    """Images [B, 3, S, S] and labels [B] -> mixed images and targets [B, C]; each row sums to 1"""
+    return v2.RandomChoice([v2.MixUp(alpha=0.8, num_classes=classes),
+                            v2.CutMix(alpha=1.0, num_classes=classes)])
+
+
 # ----------------------------------------------------------------------------- transfer
 
 def apply_recipe(args, encoder: ViT):
@@ -127,22 +133,6 @@ def apply_recipe(args, encoder: ViT):
     if "exd" in recipe:
         for moe in moes:
             moe.dropout = args.expert_dropout
-
-
-def layerwise_lr(depth: int, decay: float):
-    """Layer-wise decay -> a function from a parameter's name to its factor of the learning rate
-
-    Layers after the last block, such as the final norm and the head, have factor 1. The last block
-    has factor `decay`, and each layer below has `decay` times the factor of the layer above. The
-    embeddings are the lowest layer.
-    """
-    def lr_scale(name: str) -> float:
-        name = name.removeprefix("encoder.")
-        if name.startswith("blocks."):      # experts and routers belong to their block
-            return decay ** (depth - int(name.split(".")[1]))
-        embeddings = "patch_embed", "pos_embed", "cls_token"
-        return decay ** (depth + 1) if name.startswith(embeddings) else 1.0
-    return lr_scale
 
 
 # ----------------------------------------------------------------------- classification
@@ -188,14 +178,12 @@ def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dat
     views = (StrongViews(dataset, image_size, args.seed, erase) if strong
              else data.TrainViews(dataset, image_size, args.seed))
     val_views = data.CenterViews(val, image_size)
-    classes = len(dataset.classes)
-    mix = v2.RandomChoice([v2.MixUp(alpha=0.8, num_classes=classes),
-                           v2.CutMix(alpha=1.0, num_classes=classes)])
+    mix = mixup_or_cutmix(len(dataset.classes))
 
     def compute_loss(model: nn.Module, batch: dict) -> dict[str, Tensor]:
         images, target = data.augment(batch), batch["label"]
         if strong:
-            images, target = mix(images, target)      # target [B, C]; each row sums to 1
+            images, target = mix(images, target)
         with process.autocast():
             logits = model(images)
         return {"loss": F.cross_entropy(logits.float(), target,
@@ -210,15 +198,14 @@ def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dat
 # ----------------------------------------------------------------------------- the loop
 
 def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute_loss, evaluate,
-        *, model_name: str, encoder_config, classes=(), lr_scale=lambda name: 1.0
-        ) -> dict[str, float]:
+        *, lr_scale=lambda name: 1.0, **run) -> dict[str, float]:
     """Trains `model` and evaluates it every --save-every -> the scores of the best evaluation
 
     views: training images, as in `data.TrainViews`
     compute_loss(model, batch): returns metrics; metrics["loss"] is minimized
     evaluate(): returns scores in percent; the first score decides which evaluation is the best
-    model_name, encoder_config, classes: see `Run`
     lr_scale: see `optim.adamw`
+    run: more arguments of `Run`
     """
     micro_steps, epoch_steps = data.plan_steps(args, process.world, len(views))
     normalized = any(isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d))
@@ -233,43 +220,37 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
     else:
         steps, warmup, decay = args.iterations, args.warmup_iterations, "linear"
 
+    @torch.no_grad()
+    def measure() -> dict[str, float]:
+        if process.world > 1:      # ranks have different batch statistics: broadcast rank 0's
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+        model.eval()
+        scores = evaluate()
+        model.train()
+        return scores
+
     optimizer = optim.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
-    run = Run(args, process, model_name, image_count=len(views), steps=steps,
-              epoch_steps=epoch_steps, micro_steps=micro_steps, classes=classes,
-              encoder_config=encoder_config, model=model, optimizer=optimizer)
+    run = Run(args, process, steps=steps, epoch_steps=epoch_steps, images=len(views),
+              measure=measure, model=model, optimizer=optimizer, **run)
     first = run.resume()
     parallel = process.parallel(model.train())
     batches = run.timed(data.train_batches(views, args, process, micro_steps, first,
                                            run.stop_step))
 
-    @torch.no_grad()
-    def evaluate_if_due(done: int):
-        if not run.is_evaluation_due(done):
-            return
-        if process.world > 1:      # ranks have different batch statistics: broadcast rank 0's
-            for buffer in model.buffers():
-                dist.broadcast(buffer, 0)
-        model.eval()
-        run.evaluate(done, evaluate)              # logs, saves best.pt and last.pt
-        model.train()
+    for step in run.steps():
+        lr = optim.learning_rate(step, steps, warmup, args.lr, args.min_lr, decay)
+        optim.set_rate(optimizer, lr)
+        common.seed_torch("step", args.seed, step, process.rank)      # drop path, ExD, mixup
 
-    with run.listening():
-        evaluate_if_due(first)                    # if the run was stopped during an evaluation
-        for step in run.steps(first):
-            lr = optim.learning_rate(step, steps, warmup, args.lr, args.min_lr, decay)
-            optim.set_rate(optimizer, lr)
-            common.seed_torch("step", args.seed, step, process.rank)      # drop path, ExD, mixup
+        for micro_step in range(1, micro_steps + 1):
+            batch = next(batches)
+            with process.accumulating(parallel, last=micro_step == micro_steps):
+                metrics = compute_loss(parallel, batch)
+                process.scaler.scale(metrics["loss"] / micro_steps).backward()
+            run.log(metrics)
 
-            for micro_step in range(1, micro_steps + 1):
-                batch = next(batches)
-                with process.accumulating(parallel, last=micro_step == micro_steps):
-                    metrics = compute_loss(parallel, batch)
-                    process.scaler.scale(metrics["loss"] / micro_steps).backward()
-                run.log(metrics)
-
-            run.log(optim.optimizer_step(optimizer, process.scaler, args.clip_grad))
-            if run.end_step(step, lr):            # logs, saves last.pt; True after a signal
-                break
-            evaluate_if_due(step + 1)
-    run.report()
+        run.log(optim.optimizer_step(optimizer, process.scaler, args.clip_grad))
+        if run.end_step(step, lr):      # logs, saves and evaluates; True after a signal
+            break
     return run.best_scores

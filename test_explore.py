@@ -58,7 +58,6 @@ import common
 import data
 import encoders
 import finetune
-import folder
 import knn
 import linprobe
 import losses
@@ -71,6 +70,7 @@ import segment
 import supervised
 from encoders import build_frozen
 from experiments import compare, control, control_tables, results
+from experiments import photos as photos_experiment
 from shapes import Shapes
 
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
@@ -132,6 +132,40 @@ def test_routing_is_in_float32_under_autocast_and_of_tokens_in_half_precision(pr
     assert y.dtype == precision
     for found in (routing, moe.router(x)):
         torch.testing.assert_close(found, exact, rtol=0, atol=0)      # its dtype, too
+
+
+def test_padding_gets_no_weight_and_changes_nothing_for_the_other_tokens():
+    moe = model.SoftMoE(7, 3, 11).double()
+    x = randn(4, 9, 7).requires_grad_()
+    lengths = 9, 2, 5, 1
+    valid = torch.arange(9) < torch.tensor(lengths)[:, None]
+    valid[0] = valid[0].flip(0)
+    y, routing = moe(x, valid)
+    for i, length in enumerate(lengths):
+        alone, (dispatch, combine) = moe(x[i:i + 1, :length])
+        torch.testing.assert_close(y[i:i + 1, :length], alone)
+        torch.testing.assert_close(routing.dispatch[i:i + 1, :length], dispatch)
+        torch.testing.assert_close(routing.combine[i:i + 1, :length], combine)
+        assert not routing.dispatch[i, length:].any()
+    entropy = losses.dispatch_entropy(routing.dispatch)
+    (entropy.sum() + y.sum()).backward()
+    assert entropy.isfinite().all() and x.grad.isfinite().all()
+    assert moe.router.phi.grad.isfinite().all() and moe.router.phi.grad.any()
+
+
+def test_what_is_made_without_memory_fills_itself():
+    """As Hugging Face's from_pretrained and FSDP ask each module to."""
+    torch.manual_seed(3)
+    expected = model.SoftMoE(7, 3, 11).state_dict()
+    with torch.device("meta"):
+        moe = model.SoftMoE(7, 3, 11)
+    moe.to_empty(device="cpu")
+    for parameter in moe.parameters():
+        parameter.data.fill_(math.nan)
+    torch.manual_seed(3)
+    moe.router.reset_parameters()
+    moe.reset_parameters()
+    torch.testing.assert_close(moe.state_dict(), expected, rtol=0, atol=0)
 
 
 def test_weights_start_as_those_of_linear_layers_and_residual_projections_shrink_with_depth():
@@ -297,8 +331,6 @@ def test_a_model_that_is_made_without_memory_trains_once_its_weights_are_loaded(
     whole = nano(experts=2, drop_path=0.3)
     with torch.device("meta"):
         vit = nano(experts=2, drop_path=0.3)
-        tokens, routing = vit(torch.rand(5, 3, 32, 32))
-    assert tokens.shape == (5, 17, 96) and routing[3].dispatch.shape == (5, 17, 2)
     for junk in (0.0, 0.9):
         vit.to_empty(device="cpu")
         for x in vit.buffers():
@@ -318,6 +350,34 @@ def test_pooling_is_cls_or_the_mean_patch_and_nothing_else():
     assert torch.allclose(model.pool(tokens, "mean"), tokens[:, 1:].sum(1) / 4)
     with pytest.raises(ValueError, match="CLS"):
         model.pool(tokens, "CLS")
+
+
+def test_a_block_finds_the_routing_of_a_soft_moe_in_a_wrapper():
+    """Such as peft's adapters, PyTorch's checkpoint_wrapper and torch.compile"""
+    class Wrapper(nn.Module):
+        def __init__(self, inside):
+            super().__init__()
+            self.inside = inside
+
+        def forward(self, x):
+            return self.inside(x)
+    vit, images = nano(experts=2), torch.rand(2, 3, 32, 32)
+    tokens, routing = vit(images)
+    vit.blocks[1].mlp, vit.blocks[2].mlp = (Wrapper(vit.blocks[i].mlp) for i in (1, 2))
+    torch.testing.assert_close(vit(images), (tokens, routing), rtol=0, atol=0)
+
+
+def test_images_of_the_wrong_kind_are_an_error(teacher):
+    frozen = build_frozen(teacher)
+    with pytest.raises(TypeError, match="uint8"):
+        frozen(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+    with pytest.raises(ValueError):      # four channels
+        model.normalize(torch.rand(2, 4, 5, 6))
+    with pytest.raises(ValueError):
+        model.normalize(torch.rand(2, 3, 5, 6), mean=(0.5,))
+    wide = torch.rand(1, 3, 32, 48)      # both sides count
+    assert torch.equal(frozen(wide), frozen(F.interpolate(
+        wide, (32, 32), mode="bicubic", antialias=True)))
 
 
 @pytest.mark.parametrize("dense", (False, True))
@@ -350,7 +410,9 @@ def test_drop_path_rises_with_depth_drops_both_branches_and_keeps_the_expectatio
 @pytest.mark.parametrize("experts, millions, giga", (
     (0, 85.8, 17.45), (2, 114.2, 11.93), (16, 510.9, None), (32, 964.3, None),
     (64, 1871.2, 13.86)))
-def test_the_vit_base_has_the_papers_parameters_and_multiplications(experts, millions, giga):
+def test_the_vit_base_has_the_papers_parameters_and_multiplications(monkeypatch, experts, millions,
+                                                                    giga):
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         vit = model.build_vit("vit_base", experts=experts)
         for block in vit.blocks:
@@ -659,7 +721,9 @@ def test_explore_losses_are_equations_5_to_8_with_their_gradients(dense, keyword
     dispatch = torch.stack([case.pred.routing[b].dispatch for b in keywords["loss_block"]])
     patches = dispatch.mean(0)[:, prefix:]
     cv = (patches.std(1, correction=0) / patches.mean(1)).mean(0)
-    assert torch.allclose(metrics["cls_share"], dispatch[:, :, 0].mean((0, 1)))
+    assert ("cls_share" in metrics) == (prefix > 0)
+    if prefix:
+        assert torch.allclose(metrics["cls_share"], dispatch[:, :, 0].mean((0, 1)))
     assert torch.allclose(metrics["dispatch_cv"], cv)
     entropies = torch.stack([losses.dispatch_entropy(each) for each in dispatch])
     assert torch.allclose(metrics["entropy"], entropies.mean(0))
@@ -700,6 +764,23 @@ def test_by_default_the_last_block_counts_with_lambda_5_for_token_and_cls():
     papers = couple(case)
     given = couple(case, objectives=("token", "cls"), loss_block=[3], lambdas=torch.full((3,), 5.0))
     torch.testing.assert_close(papers, given)
+
+
+@pytest.mark.parametrize("patch_loss, weight", (((3, 5), (3, 1)), ((5,), (3, 5)), ((1, 5), (3, 5)),
+                                                ((5,), (5,)), ((3, 5, 1), (3, 5, 1))))
+def test_a_weighted_mean_broadcasts_nothing(patch_loss, weight):
+    with pytest.raises(ValueError, match=re.escape("must be [B, N]")):
+        losses.weighted_mean(torch.rand(patch_loss), torch.rand(weight))
+
+
+@pytest.mark.parametrize("dense", (False, True))
+def test_without_the_cls_loss_targets_need_no_cls(dense):
+    case = make_case(dense)
+    patches = case._replace(targets=case.targets[:, 1:])
+    torch.testing.assert_close(couple(case, objectives=["token"]),
+                               couple(patches, objectives=["token"]))
+    with pytest.raises(ValueError, match="tokens"):
+        couple(patches, objectives=["token", "cls"])
 
 
 def test_losses_refuse_targets_with_registers_and_unknown_words():
@@ -764,7 +845,8 @@ def test_gradnorm_sees_gradients_that_would_be_zero_in_fp16_and_keeps_no_scale()
     gradnorm = balance.GradNorm(torch.ones(2), shared, 1.0, 0.01, scaler)
     values = torch.tensor([2.0, 11.0])
     gradnorm.observe(values + tiny @ shared[0].half().float())      # its gradient is in FP16
-    assert torch.equal(gradnorm.observed[0], torch.cat([values[:, None], tiny], 1))
+    assert torch.equal(gradnorm.losses[0], values)
+    assert torch.equal(gradnorm.gradients[0], tiny)
 
 
 def test_gradnorm_survives_numbers_that_are_not_finite():
@@ -969,37 +1051,20 @@ def test_a_file_has_the_attention_heads_that_it_says_and_else_a_line_says_how_ma
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name, said", (
-    ("vit_tiny_patch16_224.augreg_in21k", "has the mean (0.5, 0.5, 0.5)"),
-    ("deit_tiny_patch16_224", None)))
-def test_a_config_beside_a_file_of_timms_that_has_another_mean_is_said(tmp_path, capsys, name,
-                                                                       said):
-    import timm
-    timm.models.save_for_hf(timm.create_model(name, depth=1, num_classes=0), tmp_path,
-                            safe_serialization=True)
-    encoders.load_encoder(tmp_path / "model.safetensors")
-    line = capsys.readouterr().err
-    assert (f"timm/local-dir:{tmp_path} has its own" in line and said in line) if said else not line
-
-
 BIAS = "blocks.3.norm1.bias"
 
 
 @pytest.mark.parametrize("content, expected", (
-    (lambda vit: None, "No such file"), (Path, "such as {path}/last.pt"),
+    (lambda vit: None, "No such file"), (Path, "Is a directory"),
     (lambda vit: [1, 2], "neither an ExPLoRe checkpoint"),
     (lambda vit: {"weight": torch.zeros(1)},
      "no tensor 'patch_embed.proj.weight' among 1, such as 'weight'"),
     (lambda vit: {"encoder.cls": torch.zeros(1), "step": 3}, "such as 'encoder.cls'"),
-    (lambda vit: {name: x for name, x in vit.items() if name != "cls_token"}, "'cls_token' among"),
     (lambda vit: {name: x for name, x in vit.items() if name != BIAS}, BIAS),
     (lambda vit: vit | {BIAS: torch.zeros(3)}, BIAS),
-    (lambda vit: vit | {"reg_token": torch.zeros(1)}, "reg_token"),
-    (lambda vit: vit | {"pos_embed": torch.zeros(1, 16, 192)}, "size mismatch for pos_embed"),
     (lambda vit: nano().state_dict(), "width of 96"),
     (lambda vit: {"model": {}, "encoder": nano().config, "args": {}}, "cls_token")))
 def test_a_file_that_does_not_load_is_named_with_the_reason(tmp_path, content, expected):
-    """Registers, or a position less, would silently give other features."""
     path = tmp_path / "x.pt"
     if content is Path:
         path.mkdir()
@@ -1010,6 +1075,16 @@ def test_a_file_that_does_not_load_is_named_with_the_reason(tmp_path, content, e
     error = str(caught.value)
     assert error.startswith(str(path)) and expected.format(path=path) in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", (
+    "vit_small_patch14_reg4_dinov2", "vit_medium_patch16_reg4_gap_256", "beit_base_patch16_224",
+    "vit_base_patch16_siglip_gap_224", "deit_tiny_distilled_patch16_224"))
+def test_a_file_with_other_tokens_than_cls_and_a_square_of_patches_is_for_timm(tmp_path, name):
+    import timm
+    torch.save(timm.create_model(name, depth=1).state_dict(), tmp_path / "x.pt")
+    with pytest.raises(common.UserError, match="timm/NAME may take it"):
+        encoders.load_encoder(tmp_path / "x.pt")
 
 
 def test_code_in_a_file_never_runs(tmp_path, monkeypatch):
@@ -1156,18 +1231,6 @@ def test_a_torchscript_archive_as_openais_own_files_are_is_a_teacher(quick_gelu,
         encoders.load_checkpoint(path)
 
 
-def test_where_tags_need_another_mean_a_line_says_which_a_file_has(capsys):
-    """Of open_clip's ViT-L-14, one does."""
-    import open_clip
-    cfg = dict(mean=open_clip.OPENAI_DATASET_MEAN)
-    for name in ("ViT-L-14", "ViT-B-16"):
-        encoders.say_what_a_file_does_not(name, "x.pt", cfg)
-    said = [line for line in capsys.readouterr().err.splitlines() if "mean" in line]
-    assert len(said) == 1 and said[0].startswith("ViT-L-14/x.pt normalizes images by the mean (0.4")
-    assert "laion2b_s32b_b82k's weights need (0.5, 0.5, 0.5)" in said[0]
-    assert said[0].endswith("give ViT-L-14/laion2b_s32b_b82k")
-
-
 def test_a_tag_has_quick_gelu_if_its_record_says_so(quick_gelu, tmp_path, monkeypatch, capsys):
     import open_clip
     clip, images, expected = quick_gelu
@@ -1302,7 +1365,7 @@ def test_a_timm_model_has_the_hubs_weights_unless_they_are_random(monkeypatch):
         "dinov2", "", "/a/none.pt", "runs/none/last.pt", "ViT-B-16/", "RN50/random")),
     ("timm/cait_xxs24_224/random", "neither a plain vision transformer, "),
     ("timm/vit_none/random", "timm has no model"), ("ViT-B-16/none", "Pretrained "),
-    ("timm/hf-hub:nobody/none", "its weights are not in the cache"),
+    ("timm/hf-hub:nobody/none", "An error happened while trying to locate the file"),
     ("small-16/FILE", "Error(s) in loading state_dict for CLIP: Missing key(s)"),
     ("FILE", "neither an ExPLoRe checkpoint")))
 def test_what_cannot_be_a_teacher_is_named_with_the_reason(small_clips, tmp_path, name, expected):
@@ -1389,13 +1452,13 @@ def test_a_png_is_a_png_whatever_its_name_and_the_bytes_of_its_name(tmp_path):
 
 
 @pytest.mark.parametrize("name, kind, said", (
-    ("gone.jpg", None, "FileNotFoundError"), ("x.tiff", np.float32, "ValueError: mode F"),
-    ("x.png", np.uint16, "ValueError: mode I;16")))
+    ("gone.jpg", None, "No such file"), ("x.tiff", np.float32, "mode F"),
+    ("x.png", np.uint16, "mode I;16")))
 def test_images_that_are_gone_or_do_not_have_8_bits_are_named(tmp_path, name, kind, said):
     """Nobody knows which float is white, and 16 bits would become white."""
     if kind:
         Image.fromarray(PICTURE[..., 0].astype(kind)).save(tmp_path / name)
-    with pytest.raises(common.UserError, match=f"{tmp_path}/{name} .{said}"):
+    with pytest.raises(common.UserError, match=f"{tmp_path}/{name}: {said}"):
         data.read_image(tmp_path / name)
 
 
@@ -1524,15 +1587,16 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_never_empty(tmp_path, mo
 
 
 def test_what_may_not_be_meant_is_said(tmp_path, monkeypatch, capsys):
-    """Kinds of images that are not read, and the images of val/."""
+    """Kinds of images that are not read, and images of val/ and annotations that are."""
     monkeypatch.chdir(tmp_path)
     write_images(tmp_path / "x", "in/train/0.jfif", "in/val/0.gif", "in/val/1.AVIF",
                  "in/val/0.HEIC", "in/val/x.svg", "in/val/notes.txt")
     assert len(data.open_images("x", "train", 32, labels=False)) == 3
-    nested, kinds = capsys.readouterr().err.splitlines()
-    assert nested.startswith("x/in has train/ and val/") and "--data x/in" in nested
+    kinds, nested = capsys.readouterr().err.splitlines()
     assert kinds.endswith(": .HEIC, .svg")
+    assert nested == "x has no train/, so all of its 3 images count: 3 in in/"
     assert len(data.open_images("x/in", "train", 32, labels=False)) == 1
+    assert len(data.open_images("x/in/train", "val", 32, labels=False)) == 1      # no subfolder
     assert not capsys.readouterr().err
 
 
@@ -1633,7 +1697,7 @@ def test_a_broken_image_ends_an_evaluation_with_one_line(photos, tmp_path, monke
     path = break_image(images.path(3))
     with pytest.raises(common.UserError) as caught:
         list(data.eval_batches(data.CenterViews(images, 32), 8, *loading(workers)))
-    assert re.fullmatch(f"cannot read the image {path} .*", str(caught.value))
+    assert re.fullmatch(f"cannot read the image {path}: .*", str(caught.value))
     del caught
     gc.collect()      # of the error and its loader, which the interval gives time to leave
 
@@ -1822,16 +1886,19 @@ def test_each_purpose_seed_step_rank_and_epoch_has_random_numbers_of_its_own():
     ("--batch-size 510", 2, (1, 2512)), ("--batch-size 640", 1, (4, 2001)),
     ("--batch-size 514 --micro-batch 1", 2, (257, 2492)), ("--batch-size 320", 1, (2, 4003)),
     ("--batch-size 1024 --micro-batch 8", 2, (64, 1251)),
-    ("--batch-size 30 --micro-batch 5", 3, (2, 42705))))
+    ("--batch-size 30 --micro-batch 5", 3, (2, 42705)), ("--batch-size 39", 3, (1, 32850)),
+    ("--batch-size 4098 --micro-batch 1", 6, (683, 312)), ("--batch-size 272", 1, (2, 4710)),
+    ("--batch-size 8224", 2, (257, 155)), ("--batch-size 257 --micro-batch 1", 1, (257, 4985))))
 def test_any_number_of_processes_has_the_papers_batch_of_4096(flags, world, expected):
-    """Micro-batches have 256 images at most, and all the same number."""
+    """Micro-batches have 256 images at most, all the same number, and few only if asked to."""
     assert data.plan_steps(pretrain.parse_args(flags.split()), world, 1281167) == expected
 
 
 @pytest.mark.parametrize("flags, world", (
     ("--batch-size 10", 4), ("--batch-size 2", 4), ("--batch-size 12 --micro-batch 4", 2),
-    ("--batch-size 100", 1)))
+    ("--batch-size 100", 1), ("--batch-size 4098", 6), ("--batch-size 7710", 2)))
 def test_a_batch_must_divide_among_processes_and_have_no_more_images_than_there_are(flags, world):
+    """4098 is 6 x 683, and 7710 is 2 x 15 x 257; 683 and 257 are prime."""
     with pytest.raises(common.UserError, match=" ".join(flags.split()[:2])):
         data.plan_steps(pretrain.parse_args(flags.split()), world, 99)
     assert data.plan_steps(pretrain.parse_args(["--batch-size", "99"]), 1, 99) == (1, 1)
@@ -1999,6 +2066,7 @@ def test_a_step_stays_on_its_device_and_the_host_waits_for_nothing(stage, monkey
     for owner, attribute, changed in (
             (common.Process, "__init__", process), (run.Run, "end_step", end_step),
             (run.Run, "resume", lambda run: 0), (run.Run, "save", lambda *args: None),
+            (data, "plan_steps", lambda *args: (1, 9)),
             (torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext()),
             (sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices",
              lambda: ["meta"])):
@@ -2437,7 +2505,7 @@ def test_a_run_stopped_by_a_signal_is_the_run_that_was_never_stopped(
     monkeypatch.setattr(run, "LOG_EVERY", 3)
     with monkeypatch.context() as patch:
         at_step(patch, 1, lambda: signal.raise_signal(number))
-        assert play(name, argv)[1]["step"] == 3
+        assert play(name, argv)[1]["step"] == (2 if name == "segment" else 3)  # an epoch, a line
     assert f"stopped by {number.name}" in capsys.readouterr().out
     play(name, [*argv, "--max-steps", "5", "--workers", "1"])
     _, parts, log = play(name, argv)
@@ -2473,7 +2541,7 @@ def test_a_complete_run_stays_as_it_is(stage, monkeypatch, tmp_path, capsys):
     argv = stage("pretrain", "--max-steps 9")      # it has eight
     at_step(monkeypatch, 7, lambda: signal.raise_signal(signal.SIGUSR1))
     assert train(argv)[0]["step"] == 8
-    assert "SIGUSR1" not in capsys.readouterr().out
+    assert "stopped by" not in capsys.readouterr().out
     written = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     assert written.keys() == {"args.json", "epoch_0000.pt", "epoch_0002.pt", "last.pt",
                               "log.jsonl"}
@@ -2538,7 +2606,6 @@ def test_a_signal_is_answered_at_once_and_given_back_when_main_ends(stage, monke
         signal.raise_signal(number)
         said = capfd.readouterr().err
         assert number.name in said and "next line of the log" in said
-        assert ("second Ctrl-C" in said) == (number == signal.SIGINT)
         if fails:
             raise ZeroDivisionError
     at_step(monkeypatch, 1, interrupt)
@@ -2577,19 +2644,10 @@ def test_a_run_saves_when_nobody_reads_its_output_any_more(stage, monkeypatch, n
             open(os.dup(output.fileno()), "w") as errors:
         monkeypatch.setattr(sys, "stdout", output)
         monkeypatch.setattr(sys, "stderr", errors)
-        monkeypatch.setattr(common, "progress_bar", functools.partial(common.progress_bar,
-                                                                      miniters=1))
         at_step(monkeypatch, 1, lambda: (os.close(reader), signal.raise_signal(signal.SIGINT)))
         args = SCRIPTS[name].parse_args(stage(name, "--save-every 1"))
         common.launch(SCRIPTS[name].main, args)
     assert read_run(args.out)[0]["step"] == 4
-
-
-def test_bars_are_drawn_once_a_minute_where_nobody_watches(monkeypatch):
-    for watches, interval in ((True, 0.1), (False, 60)):
-        stream = Mock(isatty=lambda watches=watches: watches, encoding="utf-8")
-        monkeypatch.setattr(sys, "stderr", stream)
-        assert common.progress_bar(range(3)).mininterval == interval
 
 
 def test_a_program_that_fails_ends_its_loaders(stage, tmp_path):
@@ -2616,7 +2674,7 @@ def test_two_processes_stop_together_at_a_signal_to_one_save_once_and_one_goes_o
                      ", setattr(torch, 'save', lambda *args, save=torch.save: (os.write(1, "
                      "f'saved by {rank}\\n'.encode()), save(*args))))")
     torchrun = sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2".split()
-    code, out = run_command(*torchrun, program, *argv)
+    code, out = run_command(*torchrun, program, *argv, stderr=subprocess.STDOUT)
     assert code == 0 and out.count("stopped by ") == out.count("saved by ") == 1
     assert "saved by 0" in out
     parts, _ = train([*argv, "--max-steps", "3"])
@@ -2662,14 +2720,6 @@ def test_a_rank_that_is_left_over_from_another_job_means_nothing(stage, monkeypa
     assert len(play_knn) == 1 and "%" in capsys.readouterr().out
 
 
-def test_a_checkpoint_is_not_called_damaged_for_want_of_memory(stage, monkeypatch):
-    train(stage("pretrain", "--max-steps 1"))
-    monkeypatch.setattr(torch.optim.AdamW, "load_state_dict",
-                        Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
-    with pytest.raises(torch.OutOfMemoryError):
-        train(stage("pretrain"))
-
-
 def test_processes_wait_for_hours_while_rank_0_saves(monkeypatch):
     group = Mock()
     monkeypatch.setattr(common.dist, "init_process_group", group)
@@ -2696,14 +2746,12 @@ def test_a_folder_with_models_that_a_new_run_would_write_over_is_refused(stage, 
     train(argv)
     assert kept[0].read_text() == "mine\n"
     (folder / "last.pt").rename(folder / name)
-    if name == "epoch_0007.pt":
-        (folder / "epoch_0000.pt").unlink()
-    assert name in refusal(capsys, "pretrain", *argv)
+    assert "no last.pt" in refusal(capsys, "pretrain", *argv)
 
 
 @pytest.mark.parametrize("at", (1, 2, 3, 4))
 def test_a_kill_while_a_checkpoint_is_written_loses_no_other(stage, monkeypatch, tmp_path, at):
-    """While epoch_0000.pt, last.pt, epoch_0001.pt or last.pt is cut off"""
+    """While last.pt, epoch_0000.pt, epoch_0001.pt or last.pt is cut off"""
     argv, names = stage("pretrain", "--save-every 1"), []
 
     def killed(state, file, save=torch.save):
@@ -2715,38 +2763,32 @@ def test_a_kill_while_a_checkpoint_is_written_loses_no_other(stage, monkeypatch,
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(torch, "save", killed)
         train(argv)
-    assert names == ["epoch_0000", "last", "epoch_0001", "last"][:at]
-    assert at < 3 or encoders.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 0
+    assert names == ["last", "epoch_0000", "epoch_0001", "last"][:at]
+    assert at < 2 or encoders.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 0
     train(argv)
     files = sorted((tmp_path / "run").glob("*.pt"))
     assert [encoders.load_checkpoint(path)["step"] for path in files] == [0, 4, 8, 8]
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
-def test_a_signal_before_the_last_evaluation_leaves_it_to_the_next_run(stage, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        at_step(patch, 7, lambda: signal.raise_signal(signal.SIGUSR1))
-        best, state, log = play("finetune", stage("finetune"))
-    assert not best and "loss" in log[-1] and (state["step"], state["evaluated_step"]) == (8, 0)
-    assert "stopped by SIGUSR1" in capsys.readouterr().out      # slurm.sh puts it back
-    best, state, log = play("finetune", stage("finetune"))
-    assert best and "top1" in log[-1] and state["evaluated_step"] == 8
-
-
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_in_an_evaluation_ends_the_run_at_once_and_the_next_one_evaluates(stage, tmp_path,
-                                                                                   number):
-    evaluate = f"lambda *args: (signal.raise_signal({int(number)}), print('not at once'))"
-    program = driver(tmp_path, stage="finetune",
-                     first=f"import supervised; supervised.accuracy = {evaluate}")
-    argv = stage("finetune", "--save-every 1")
-    code, out, error = finish(start(program, *argv))
-    assert code == -number and "Traceback" not in error, error
-    assert f"stopped by {number.name}" in out and "not at once" not in out
-    state, log = read_run(tmp_path / "run")
-    assert (state["step"], state["evaluated_step"]) == (4, 0) and "loss" in log[-1]
-    _, _, log = play("finetune", argv)
+@pytest.mark.parametrize("where, stopped", (("before", 4), ("before the last", 8), ("in", 6)))
+def test_a_signal_comes_before_an_evaluation_and_waits_for_the_end_of_one(
+        stage, monkeypatch, capsys, number, where, stopped):
+    """Slurm's job is requeued in time, and the same command makes up for the evaluation."""
+    with monkeypatch.context() as patch:
+        if where == "in":
+            patch.setattr(supervised, "accuracy", lambda *args, measure=supervised.accuracy: (
+                signal.raise_signal(number), measure(*args))[1])
+        else:
+            at_step(patch, stopped - 1, lambda: signal.raise_signal(number))
+        monkeypatch.setattr(run, "LOG_EVERY", 2)
+        _, state, _ = play("finetune", stage("finetune", "--save-every 1"))
+    assert f"stopped by {number.name}" in capsys.readouterr().out
+    assert state["step"] == stopped and state["evaluation_due"] == (where != "in")
+    _, state, log = play("finetune", stage("finetune", "--save-every 1"))
     assert [line["step"] for line in log if "top1" in line] == [4, 8]
+    assert not state["evaluation_due"]
 
 
 def test_an_evaluation_is_kept_before_last_says_that_it_is_done(stage, monkeypatch):
@@ -2766,29 +2808,13 @@ def test_a_closed_terminal_costs_nothing(stage, monkeypatch):
     assert train(stage("pretrain"))[0]["step"] == 4
 
 
-def test_a_last_checkpoint_that_cannot_be_read_is_not_called_damaged(stage, capsys, tmp_path):
-    train(stage("pretrain", "--max-steps 1"))
-    (tmp_path / "run" / "last.pt").unlink()
-    (tmp_path / "run" / "last.pt").mkdir()
-    error = refusal(capsys, "pretrain", *stage("pretrain"))
-    assert error == f"{tmp_path}/run/last.pt: {os.strerror(errno.EISDIR)}"
-
-
-def test_a_file_that_cannot_grow_is_named_with_the_reason_and_takes_no_space(stage, tmp_path):
-    """torch.save says "unexpected pos" where the system says why."""
+def test_a_file_that_cannot_grow_ends_the_run_with_the_systems_reason(stage, tmp_path):
+    """Given a name, torch.save would say "unexpected pos" alone."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
     code, _, error = finish(start(driver(tmp_path, first=limit), *stage("pretrain")))
     reason = os.strerror(errno.EFBIG)      # a checkpoint has more bytes
-    assert code == 2 and error.strip().endswith(f"{tmp_path}/run/epoch_0000.pt: {reason}"), error
-    assert not list((tmp_path / "run").glob("*.tmp"))
-
-
-@needs_full_disk
-def test_a_log_on_a_full_disk_is_called_so(tmp_path):
-    run_folder = folder.RunFolder(tmp_path)
-    run_folder.log = open("/dev/full", "ab")      # noqa: SIM115
-    with pytest.raises(common.UserError, match=f"log.jsonl: {os.strerror(errno.ENOSPC)}"):
-        run_folder.append({"step": 1})
+    assert code == 1 and f"OSError: [Errno {errno.EFBIG}] {reason}" in error, error
+    assert not (tmp_path / "run" / "last.pt").exists()
 
 
 def test_a_run_is_known_from_its_first_step_on(stage, monkeypatch, tmp_path, capsys):
@@ -2801,8 +2827,8 @@ def test_a_run_is_known_from_its_first_step_on(stage, monkeypatch, tmp_path, cap
     record = json.loads((folder / "args.json").read_text())
     assert record["args"] == vars(pretrain.parse_args(argv)) and record["images"] == 32
     origin = record["origin"]
-    assert (origin["torch"], origin["timm"], origin["processes"]) == (
-        metadata.version("torch"), metadata.version("timm"), 1)
+    assert (origin["torch"], origin["timm"]) == (metadata.version("torch"),
+                                                 metadata.version("timm"))
     train([*argv, "--max-steps", "1"])
     loads = spy(monkeypatch, torch, "load")
     monkeypatch.setattr(metadata, "version", lambda name, version=metadata.version:
@@ -2810,26 +2836,22 @@ def test_a_run_is_known_from_its_first_step_on(stage, monkeypatch, tmp_path, cap
     state, _ = train([*argv, "--max-steps", "2"])
     last = next(each for each in loads if each.args[0] == folder / "last.pt")
     assert last.kwargs["mmap"]      # four processes do not read 22 GB each
-    assert f"timm was {origin['timm']}, is 9.9" in capsys.readouterr().err
     assert json.loads((folder / "args.json").read_text())["origin"] == origin | {"timm": "9.9"}
-    train(argv)
-    assert "9.9" not in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="no git")
 def test_the_commit_is_that_of_the_files_and_says_whether_they_have_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "__file__", str(tmp_path / "run.py"))
-    process = Mock(world=1, device=torch.device("cpu"))
+    monkeypatch.setattr(run, "__file__", str(tmp_path / "run.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert "commit" not in folder.find_origin(process)
+    assert run.find_origin()["commit"] == ""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
     (tmp_path / "run.py").write_text("1")
     for words in ("init -q", "add run.py", "commit -q -m x", "tag -a v1 -m x"):
         subprocess.run([*git, *words.split()], check=True)
     commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
-    assert folder.find_origin(process)["commit"] == commit
+    assert run.find_origin()["commit"] == commit
     (tmp_path / "run.py").write_text("2")
-    assert folder.find_origin(process)["commit"] == f"{commit}+changes"
+    assert run.find_origin()["commit"] == f"{commit}+changes"
 
 
 @pytest.mark.parametrize("name", ("pretrain", "finetune", "segment"))
@@ -2847,7 +2869,7 @@ def test_a_run_that_is_started_twice_works_once_and_goes_on_when_the_first_is_ki
     if name == "pretrain" and loopback():      # both processes of another job end
         for two in start_two("pretrain.py", *[stage(name, "--batch-size 8")] * 2):
             code, _, error = finish(two)
-            assert code == 2 and folder in error and "Traceback" not in error
+            assert code and (folder in error or "Connection closed by peer" in error)
     os.kill(program.pid, signal.SIGKILL)
     program.join()
     assert play(name, stage(name))[1]["step"] == 8
@@ -2857,24 +2879,8 @@ def test_a_run_that_is_started_twice_works_once_and_goes_on_when_the_first_is_ki
 
 
 def test_where_a_file_system_has_no_locks_a_run_goes_on(stage, monkeypatch):
-    monkeypatch.setattr(folder.fcntl, "lockf", Mock(side_effect=OSError))
+    monkeypatch.setattr(run.fcntl, "lockf", Mock(side_effect=OSError))
     assert train(stage("pretrain"))[0]["step"] == 8
-
-
-@pytest.mark.parametrize("breaks", (
-    lambda state: {name: part for name, part in state.items() if name != "optimizer"},
-    lambda state: state | {"model": state["model"] | {"head.weight": torch.zeros(1)}},
-    lambda state: [state], None), ids=("a part missing", "another shape", "a list", "cut off"))
-def test_a_last_checkpoint_that_is_none_is_named_and_kept(stage, tmp_path, capsys, breaks):
-    state, _ = train(stage("pretrain", "--max-steps 1"))
-    last = tmp_path / "run" / "last.pt"
-    if breaks:
-        torch.save(breaks(state), last)
-    else:
-        last.write_bytes(last.read_bytes()[:1000])
-    content = last.read_bytes()
-    assert str(last) in refusal(capsys, "pretrain", *stage("pretrain"))
-    assert last.read_bytes() == content
 
 
 def test_other_flags_images_or_stages_are_another_run(capsys, stage, photos, tmp_path):
@@ -2894,9 +2900,16 @@ def test_other_flags_images_or_stages_are_another_run(capsys, stage, photos, tmp
     error = refusal(capsys, "finetune", *stage("finetune"))
     assert str(tmp_path / "run") in error and "--stage was pretrain, is finetune" in error
     assert_same_bits(before, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
+    play("finetune", [*stage("finetune", out="tuned"), "--max-steps", "1"])
+    for split in ("train", "val"):      # would change the meaning of all labels
+        shutil.copytree(Path(photos, split), tmp_path / "named" / split)
+        (tmp_path / "named" / split / "class_0").rename(tmp_path / "named" / split / "z")
+    error = refusal(capsys, "finetune", *stage("finetune", "--data", out="tuned"),
+                    str(tmp_path / "named"))
+    assert "class 0 was class_0, is class_1" in error and error.endswith(" and 1 more")
     (tmp_path / "run" / "last.pt").unlink()      # the log is left
     log = (tmp_path / "run" / "log.jsonl").read_bytes()
-    assert "has log.jsonl, but no last.pt" in refusal(capsys, "pretrain", *argv)
+    assert "but no last.pt" in refusal(capsys, "pretrain", *argv)
     assert log and (tmp_path / "run" / "log.jsonl").read_bytes() == log
 
 
@@ -2914,22 +2927,7 @@ def test_a_version_with_another_flag_resumes_and_compares_the_flags_of_both(caps
         patch.setattr(common, "parse_run", newer)
         assert "--lr was" in refusal(capsys, "pretrain", *argv, "--lr", "0.1")
         assert train([*argv, "--max-steps", "2"])[0]["step"] == 2
-    state = train([*argv, "--max-steps", "3"])[0]
-    del state["images"]      # as an earlier version saved it
-    torch.save(state, tmp_path / "run" / "last.pt")
-    assert "--lr was" in refusal(capsys, "pretrain", *argv, "--lr", "0.1")
-    assert train([*argv, "--max-steps", "4"])[0]["step"] == 4
-
-
-def test_an_out_that_cannot_be_written_is_named_before_the_work(capsys, stage, monkeypatch,
-                                                                tmp_path):
-    monkeypatch.setattr(knn, "knn_accuracy", Mock(side_effect=AssertionError))
-    (tmp_path / "file").write_text("")
-    for name in ("pretrain", "finetune", "knn"):
-        assert f"--out {tmp_path}/file: " in refusal(capsys, name, *stage(name, out="file"))
-    monkeypatch.setattr(common.tempfile, "TemporaryFile",
-                        Mock(side_effect=PermissionError(13, "Permission denied")))
-    assert refusal(capsys, "knn", *stage("knn")).endswith("run: Permission denied")
+    assert train([*argv, "--max-steps", "3"])[0]["step"] == 3
 
 
 def test_a_log_holds_each_step_once_after_two_kills_before_the_second_checkpoint(stage,
@@ -3002,20 +3000,6 @@ def test_in_each_path_the_tilde_is_the_home_folder(monkeypatch):
     assert opened.call_args.args[1] == "/home/me/a"
 
 
-@pytest.mark.parametrize("name, words", (
-    ("pretrain", "vit_nano with 2 experts, taught by {teacher}"), ("finetune", "{encoder}"),
-    ("scratch", "vit_nano from scratch"), ("linear", "linear probe of {encoder}"),
-    ("ep", "ep probe of {encoder}"), ("segment", "UperNet on {encoder}")))
-def test_the_first_line_of_a_run_says_which_model_it_trains(stage, capsys, tmp_path, teacher,
-                                                            encoder, name, words):
-    scratch = name == "scratch"
-    script = "finetune" if scratch else name
-    play(script, stage(script, "--max-steps 1" + " --model vit_nano --image-size 32 --patch-size 8"
-                       * scratch)[scratch:])
-    line = capsys.readouterr().out.splitlines()[0]
-    assert line.startswith(f"{tmp_path}/run: {words.format(teacher=teacher, encoder=encoder)}; ")
-
-
 def test_flags_that_say_where_how_fast_or_how_long_may_change(stage, photos, monkeypatch, tmp_path):
     before = {*threading.enumerate()}
     train(stage("pretrain", "--max-steps 1"))
@@ -3030,7 +3014,7 @@ def test_flags_that_say_where_how_fast_or_how_long_may_change(stage, photos, mon
     # Python 3.12 and later warn of forks beside threads
     assert "TMonitor" not in [type(thread).__name__ for thread in {*threading.enumerate()} - before]
     changed = set(re.findall(r"--(\S+)", flags)) - {"no-compile"} | {"out", "compile"}
-    assert {name.replace("_", "-") for name in folder.FREE_FLAGS} == changed
+    assert {name.replace("_", "-") for name in run.FREE_FLAGS} == changed
     pred, targets = calls[-1].args[:2]
     assert pred.tokens.dtype == targets.dtype == torch.bfloat16
 
@@ -3082,7 +3066,7 @@ def test_what_ends_an_evaluation_costs_no_training(stage, photos, scenes, tmp_pa
     break_image(image)
     assert str(image) in refusal(capsys, name, *argv)
     stopped, _ = read_run(tmp_path / "run")
-    assert (stopped["step"], stopped["evaluated_step"]) == (done, 0)
+    assert stopped["step"] == done and stopped["evaluation_due"]
     assert str(image) in refusal(capsys, name, *argv)
     image.write_bytes(whole)
 
@@ -3092,7 +3076,7 @@ def test_what_ends_an_evaluation_costs_no_training(stage, photos, scenes, tmp_pa
     for _ in range(2):
         _, state, lines = play(name, argv)
         assert without_speed(lines) == without_speed(log)
-        assert state["best"] == expected["best"] and state["evaluated_step"] == 8
+        assert state["best"] == expected["best"] and not state["evaluation_due"]
         assert_same_bits(state, expected)
 
 
@@ -3107,8 +3091,8 @@ def nan_losses(patch, steps):
     patch.setattr(losses, "token_loss", token_loss)
 
 
-def test_a_step_whose_loss_is_not_finite_is_skipped_and_counted(stage, monkeypatch, capsys):
-    """The log's loss is the mean of the others. Where no update was done, a line says so."""
+def test_a_step_whose_loss_is_not_finite_is_skipped_and_counted(stage, monkeypatch):
+    """The log's loss is the mean of the others."""
     monkeypatch.setattr(run, "LOG_EVERY", 3)
     _, clean = train(stage("pretrain", "--max-steps 1 --drop-path 0", out="clean"))
     nan_losses(monkeypatch, (1, 2, 4, 5, 6))      # lines end at steps 3, 4, 6 and 8
@@ -3116,9 +3100,7 @@ def test_a_step_whose_loss_is_not_finite_is_skipped_and_counted(stage, monkeypat
     assert [line["skipped"] for line in log] == [2, 0, 2, 1] and state["step"] == 8
     assert log[0]["loss"] == pytest.approx(clean[0]["loss"])
     assert log[2]["loss"] is None and log[3]["loss"] is not None
-    said = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
-    assert len(said) == 1 and said[0].startswith("step 6: all 2 updates")
-    assert run.finite(state)
+    assert run.is_finite(state)
 
 
 @pytest.mark.parametrize("wrong, ends", (((0, 1, 2, 3), True), ((0, 1, 2), False),
@@ -3136,7 +3118,7 @@ def test_a_run_ends_after_as_many_losses_in_a_row_that_are_not_finite_as_a_line_
         else:
             assert train(argv)[0]["step"] == 8
     last = encoders.load_checkpoint(tmp_path / "run" / "last.pt")
-    assert run.finite(last) and last["step"] == (wrong[-1] - 1 if ends else 8)
+    assert run.is_finite(last) and last["step"] == (wrong[-1] - 1 if ends else 8)
     assert train([*argv, "--amp", "bf16"])[0]["step"] == 8
 
 
@@ -3208,11 +3190,11 @@ def test_a_mean_of_the_log_is_over_the_steps_in_which_it_is_finite(stage, monkey
 
 
 def test_the_log_keeps_no_graph_until_its_next_line(stage, monkeypatch):
-    def reduce_metrics(self, reduce=run.Run.reduce_metrics):
+    def mean_metrics(self, reduce=run.Run.mean_metrics):
         assert self.metrics
         assert not any(x.requires_grad for values in self.metrics.values() for x in values)
         return reduce(self)
-    monkeypatch.setattr(run.Run, "reduce_metrics", reduce_metrics)
+    monkeypatch.setattr(run.Run, "mean_metrics", mean_metrics)
     for name in ("pretrain", "finetune", "segment"):
         play(name, stage(name, "--max-steps 1", out=name))
 
@@ -3221,14 +3203,14 @@ def test_the_speed_is_that_of_all_processes_together(tmp_path, monkeypatch):
     args = argparse.Namespace(out=str(tmp_path), save_every=9, max_steps=None, batch_size=12)
     process = Mock(rank=1, world=2, device=torch.device("cpu"), sum=lambda values: values)
     monkeypatch.setattr(run, "time", Mock(perf_counter=Mock(return_value=0.0)))
-    one = run.Run(args, process, "a model", image_count=99, steps=9, epoch_steps=5, micro_steps=1,
-                  encoder_config=None)
+    one = run.Run(args, process, "a model", images=99, steps=9, epoch_steps=5, encoder=None)
+    one.write_line, one.updated_step = Mock(), 4
     one.start_clock(4)
     one.log({"loss": torch.ones(()), "skipped": torch.zeros(())})
     run.time.perf_counter.return_value = 3.0
     monkeypatch.setattr(run, "LOG_EVERY", 8)
     one.end_step(7, 0.1)
-    assert one.last_line["images_per_second"] == 12 * 4 / 3
+    assert one.write_line.call_args.args[0]["images_per_second"] == 12 * 4 / 3
 
 
 def test_speed_and_waiting_count_no_first_step_no_evaluation_and_no_saving(stage, monkeypatch):
@@ -3288,7 +3270,9 @@ def test_the_defaults_are_the_papers(name, expected):
         ("--loss-block 2", "--loss-block [2]"),
         ("--loss-block 1 4", "--loss-block [1, 4]"), ("--entropy-weight 1 2 3", "--entropy-weight"),
         ("--experts 1 --objective token_pixel --encoding dense", "--experts 1"),
-        ("--experts 1 --loss-weights combine", "--loss-weights combine"),
+        *((f"--experts 1 {flags}", flags.split()[0]) for flags in (
+            "--loss-weights combine", "--entropy-on combine", "--importance-weight 1")),
+        *((f"--objective token --balance {kind}", "--balance") for kind in ("gradnorm", "rlw")),
         ("--loss-weights uniform --detach", "--detach"),
         ("--mask-ratio 0.01", "--mask-ratio 0.01"), ("--mask-ratio 0", "--mask-ratio 0"),
         ("--mask-ratio 1", "--mask-ratio"), ("--drop-path 1", "--drop-path"),
@@ -3477,19 +3461,6 @@ def test_without_data_knn_measures_on_what_the_first_encoder_was_trained_on(
         assert row["data"] == seen
 
 
-def test_knn_of_a_folder_names_a_file_in_it(stage, tmp_path, capsys):
-    error = refusal(capsys, "knn", str(tmp_path), *stage("knn")[1:])
-    assert error.startswith(str(tmp_path)) and f"{tmp_path}/last.pt" in error
-
-
-def test_knn_prints_before_it_writes(stage, monkeypatch, capsys):
-    """A full disk costs no number."""
-    monkeypatch.setattr(knn.json, "dumps", Mock(side_effect=OSError(errno.ENOSPC, "full")))
-    with pytest.raises(OSError, match="full"):
-        knn.main(knn.parse_args(stage("knn")))
-    assert "%" in capsys.readouterr().out
-
-
 def test_knn_of_features_that_are_not_finite_is_no_number(stage, encoder, tmp_path, capsys):
     file = torch.load(encoder)
     file["model"]["encoder.norm.weight"][0] = math.inf
@@ -3627,14 +3598,6 @@ def test_scores_of_a_hand_counted_case():
     assert segment.scores(matrix[1:]) == pytest.approx({      # of classes 1, 2 and 4
         "miou": 100 * (2 / 5 + 2 / 4 + 3 / 4) / 3, "pixel_accuracy": 70,
         "mean_accuracy": 100 * (2 / 3 + 2 / 3 + 3 / 4) / 3})
-
-
-@pytest.mark.parametrize("classes", (1, 7, 8, 19))
-def test_classes_are_resized_a_few_at_a_time_with_the_same_result(classes):
-    logits = torch.randn(1, classes, 5, 7)
-    logits[:, -1] = logits[:, 0]      # of equal logits, the first class counts
-    expected = F.interpolate(logits, size=(23, 31), mode="bilinear")[0].argmax(0)
-    assert torch.equal(segment.largest(logits, (23, 31)), expected)
 
 
 class Scene:
@@ -3807,9 +3770,9 @@ def four_bit_png(pixels):
 
 
 @pytest.mark.parametrize("content, expected", (
-    (None, "{path} ("),
-    (np.zeros((50, 72, 3)), "{path} (it is RGB"),
-    (4, "{path} (it is L;4"),
+    (None, "{path}: "),
+    (np.zeros((50, 72, 3)), "{path}: it is RGB"),
+    (4, "{path}: it is L;4"),
     (np.zeros((7, 9)), "{path} has shape (7, 9)"),
     (np.full((36, 72), 12), "--classes 11: the annotation {path} has class 12")),
     ids=("cut off", "in color", "of four bits", "of another shape", "with more classes"))
@@ -4065,7 +4028,8 @@ def test_each_run_is_drawn_over_epochs_in_a_panel_for_each_quantity_it_has(write
     runs = [write_run("routed $x$", loss=[-9, -8], token=[0.4, 0.2], token_ratio=[1, 0.9],
                       objective_weights=[[1], [1]],
                       token_unweighted=[0.6, 0.3], dispatch_cv=[[0.1, 7], [0.3, 7]],
-                      edge=[3, 2], edge_unweighted=[4, 3], edge_ratio=[1, 1], entropy=[[1], [1]]),
+                      edge=[3, 2], edge_unweighted=[4, 3], edge_ratio=[1, 1], entropy=[[1], [1]],
+                      token_spread=[1, 1]),
             write_run("tuned", loss=[2.3, 1.2], top1=[30, 40], miou=[5, 6]) + "/"]
     plot.main(plot.parse_args([*runs, "--out", str(tmp_path / "new")]))
     assert (tmp_path / "new").is_dir()
@@ -4076,16 +4040,16 @@ def test_each_run_is_drawn_over_epochs_in_a_panel_for_each_quantity_it_has(write
                for line in axis.lines if len(line.get_xdata())] for axis in figure.axes}
     assert panels == {
         "training loss": [("-", "C1", (1, 2.3), (2, 1.2))],
-        "token loss": [("-", "C0", (1, 0.4), (2, 0.2)), ("wide", "C0", (1, 0.6), (2, 0.3))],
+        "token loss": [("wide", "C0", (1, 0.6), (2, 0.3)), ("-", "C0", (1, 0.4), (2, 0.2))],
         "weighted / unweighted token loss": [("-", "C0", (1, 1), (2, 0.9))],
         "variation of expert 0's weights": [("-", "C0", (1, 0.1), (2, 0.3))],
         "learning rate": [("-", "C0", (1, 1e-3), (2, 1e-3)), ("-", "C1", (1, 1e-3), (2, 1e-3))],
         "k-NN, a/photos, [CLS]": [("-", color, (0, 10), (1, 20), (2, 30))
                                   for color in ("C0", "C1")],
         "k-NN, shapes, mean patch": [("-", color, (2, 40)) for color in ("C0", "C1")],
-        "edge loss": [("-", "C0", (1, 3), (2, 2)), ("wide", "C0", (1, 4), (2, 3))],
+        "edge": [("wide", "C0", (1, 4), (2, 3)), ("-", "C0", (1, 3), (2, 2))],
         "validation accuracy": [("-", "C1", (1, 30), (2, 40))],
-        "segmentation of the validation images": [("-", "C1", (1, 5), (2, 6))]}
+        "mIoU of the validation images": [("-", "C1", (1, 5), (2, 6))]}
     legend, = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [
         name.replace("$", r"\$") for name in runs]      # $x$ is no mathematics
@@ -4094,18 +4058,25 @@ def test_each_run_is_drawn_over_epochs_in_a_panel_for_each_quantity_it_has(write
 
 def test_losses_have_a_logarithmic_axis_unless_one_is_negative(write_run, drawn):
     run = write_run("one", loss=[-9, -8], objective_weights=[[1], [1]], cosine=[0.4, 0.2],
-                    edge=[1, -2], likeness=[3, 2], top1=[30, 40])
+                    cosine_spread=[1, 1], edge=[1, -2], edge_spread=[1, 1], cls=[3, 2],
+                    temperature=[3, 2], top1=[30, 40])
     plot.main(plot.parse_args([run]))
     assert {axis.get_title().split(" (")[0]: axis.get_yscale()
             for axis in drawn["curves.png"].axes if not axis.get_title().startswith("k-NN")} == {
-        "cosine loss": "log", "likeness loss": "log", "edge loss": "linear",
+        "cosine": "log", "[CLS] loss": "log", "edge": "linear", "temperature": "linear",
         "learning rate": "linear", "validation accuracy": "linear"}
 
 
 def test_each_field_of_a_log_has_its_panel_and_no_other():
     known = LINE | {"main", "auxiliary", "miou", "mean_accuracy", "pixel_accuracy", "top5"}
-    panels = plot.find_panels(known)
-    assert {fields for *_, fields in panels} == {("loss",), ("lr",), ("miou",)}
+    assert plot.find_panels(known) == ["loss", "lr", "miou"]
+
+
+def test_pictures_are_drawn_whatever_backend_a_notebook_has_set(write_run, tmp_path):
+    run = write_run("one", token=[0.4, 0.2])
+    backend = os.environ | dict(MPLBACKEND="module://a_notebooks.backend")
+    subprocess.run([sys.executable, HERE / "plot.py", run], env=backend, check=True)
+    assert (tmp_path / "one" / "curves.png").exists()
 
 
 def test_plot_says_in_one_line_what_it_misses(write_run, tmp_path, capsys):
@@ -4382,35 +4353,35 @@ def test_planted_tokens_are_random_with_the_teachers_mean_and_deviation():
     assert torch.equal(planting(batch)[3], flat)
 
 
-@pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
 def test_the_papers_tables_stand_beside_what_runs_have_measured(stage, teacher, photos, scenes,
                                                                 tmp_path, monkeypatch, capsys):
-    """The page is REPRODUCE.md's first block, with small sizes in its functions, and rows."""
+    """The runs of a page's rows are small."""
     small = f"--data {photos} --epochs 2 --warmup-epochs 1 --batch-size 8 {' '.join(QUICK)}"
     toy = f"{' '.join(TOY)} --teacher {teacher} --save-every 1"
     scene = (f"--data {scenes} --iterations 8 --warmup-iterations 1 --batch-size 4 --save-every 4 "
              f"--classes 11 --crop-size 32 --width 8 {' '.join(QUICK)}")
+    sizes = {"pretrain.py": f"{toy} {small}", "linprobe.py": small, "finetune.py": small,
+             "segment.py": scene}
+
+    def find_command(row, find=results.find_command):
+        script, *flags = find(row)
+        return [script, *sizes[script].split(),
+                *(flag.replace("epoch_0300", "epoch_0002") for flag in flags)]
+    monkeypatch.setattr(results, "find_command", find_command)
     rows = ["pretrain tc2   # 75.4", "pretrain tc0 --experts 0   # 75.7",
             "pretrain tc3   # Figure 3", "pretrain tc4 --seed 1   # 12.5, collapsed",
             "probe tc2 linear   # 79.60", "finetune tc2 fr exd   # 84.1",
             "segment tc2 none   # 52.5", "probe tc0 linear   # 76.2"]
-    definitions = blocks("REPRODUCE", "bash")[0].replace("epoch_0300", "epoch_0002")
-    for script, flags in (("pretrain", f"{toy} {small}"), ("linprobe", small), ("finetune", small),
-                          ("segment", scene)):
-        definitions = definitions.replace(f"{script}.py ", f"{script}.py {flags} ")
-    definitions = definitions.replace('--data "${3:-$IMAGENET}"', "").replace(
-        '--data "$ADE20K"', "")
-    page = (f"## Commands\n\n```bash\n{definitions}```\n\n### k-NN\n\nTable 3, and more:\n\n"
+    page = ("## Commands\n\n```bash\nexport X=1\n```\n\n### k-NN\n\nTable 3, and more:\n\n"
             "```bash\n" + "\n".join(rows[:4]) + "\n```\n\n### Others: Table 4\n\nText.\n\n"
             "```bash\n" + "\n".join(rows[4:]) + "\nfinetune tc9 none\n```\n")
     found = results.read_rows(page)
-    commands = [row["command"] for row in found]
     assert [f"{row['row']}   # {row['paper']}" for row in found] == rows
     assert [row["table"] for row in found] == ["Table 3, and more"] * 4 + ["Others: Table 4"] * 4
     monkeypatch.chdir(tmp_path)
     best = {}
     for i in (0, 1, 3, 4, 5, 6):      # the others have not run
-        script, *flags = shlex.split(commands[i])
+        script, *flags = results.find_command(found[i]["row"])
         flags += {1: ["--lr", "0.1"], 3: ["--max-steps", "5"]}.get(i, [])
         name = script.removesuffix(".py").replace("linprobe", "linear")
         scores, _, log = play(name, flags)
@@ -4428,8 +4399,7 @@ def test_the_papers_tables_stand_beside_what_runs_have_measured(stage, teacher, 
     (tmp_path / "runs").rename(tmp_path / "moved")
     best[0] = max(knns[:3])
     monkeypatch.setattr(results, "read_rows", lambda text: [dict(row) for row in found])
-    others = {"table": "Table 99", "row": "pretrain tc9", "paper": "1", "command":
-              "pretrain.py --out runs/tc9"}
+    others = {"table": "Table 99", "row": "pretrain tc9", "paper": "1"}
     found.append(others)
     *table, _ = results.main(results.parse_args(["moved", "--markdown"]))
     assert [row["measured"] for row in table] == [best.get(i) for i in range(8)]
@@ -4449,7 +4419,6 @@ def test_the_papers_tables_stand_beside_what_runs_have_measured(stage, teacher, 
         assert f"| {row['paper']} | " in line and line.endswith(f" | {row['note']} |")
 
 
-@pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
 def test_the_papers_accuracies_have_the_deviations_over_seeds_of_its_table_a5():
     accuracies = {
         "pretrain tc2": 75.39, "pretrain tc2-seed1 --seed 1": 75.40,
@@ -4548,78 +4517,83 @@ def test_the_controls_tables_and_picture_show_the_sets_that_are_finished(toy_row
 
 
 @pytest.fixture
-def pretended(monkeypatch):
-    """Stages that compare.py starts only write the last lines of their files -> (their names and
-    flags, the lines of students by arm and seed: epoch, token loss and k-NN accuracy)
+def pretended(monkeypatch, stage, photos):
+    """Stages that compare.py starts take a second: a teacher of one step, students of none or one
+    -> (their names and flags, flags of compare.py)
     """
-    started, scores = [], {}
-    rng = np.random.default_rng(5)
-    for arm, seed in itertools.product(compare.ARMS, range(3)):
-        scores[f"{arm}-{seed}"] = [3.0, *rng.normal([0.1 * seed, 10 * seed], [0.01, 1]).tolist()]
-        scores[f"{arm}-{seed}"][2] += 50 * (arm == "uniform")      # which no seed can explain
+    started = []
 
     def pretend(command):
         name = Path(command[1]).stem
-        args = SCRIPTS[name].parse_args(command[2:])
+        args = SCRIPTS[name].parse_args([*command[2:], "--max-steps", "1", *QUICK])
         started.append((name, args))
-        if name == "pretrain":
-            Path(args.out).mkdir()
-            epoch, token, _ = scores[Path(args.out).name]
-            line = {"epoch": epoch} | ({"token": 9.0, "token_unweighted": token} if args.experts
-                                       else {"token": token})
-            write_text(Path(args.out, "log.jsonl"), json.dumps(line) + "\n")
-        if name == "knn":
-            for folder in map(os.path.dirname, args.encoders[1:]):
-                row = {"top1": scores[Path(folder).name][2]}
-                write_text(Path(folder, "knn.jsonl"), json.dumps(row) + "\n")
+        SCRIPTS[name].main(args)
         return Mock(returncode=0)
     monkeypatch.setattr(compare, "subprocess", Mock(run=pretend))
     before = signal.getsignal(signal.SIGINT)
-    yield started, scores
+    yield started
     signal.signal(signal.SIGINT, before)
 
 
-def test_the_comparison_pairs_students_with_and_without_a_router_by_seed(pretended, tmp_path,
-                                                                         capsys):
-    started, scores = pretended
-    compare.main(*compare.parse_args(["--data", "x", "--out", str(tmp_path), "--epochs", "3"]))
-    (taught, teacher), *students, (measured, knn_args) = started
-    assert (taught, teacher.epochs, measured, len(students)) == ("finetune", 20, "knn", 12)
-    assert {(args.seed, args.experts, args.loss_weights, args.detach, *args.entropy_weight)
-            for _, args in students} == {
-        (seed, *arm) for seed in range(3) for arm in (
-            (0, "dispatch", False, 5.0), (2, "uniform", False, 0.05),
-            (2, "dispatch", True, 0.05), (2, "dispatch", False, 0.05))}
-    for _, args in students:
-        assert (args.epochs, args.teacher) == (3, f"{teacher.out}/last.pt")
-    assert sorted(knn_args.encoders) == sorted(
-        f"{args.out}/last.pt" for _, args in started[:-1])
+SMALLER = ["--image-size", "32", "--batch-size", "8"]
 
-    *tables, verdict = capsys.readouterr().out.split("\n\n")[1:]
-    for which, table, accuracy in zip((1, 2), tables, (1e-4, 0.1)):
-        values = {arm: np.array([scores[f"{arm}-{seed}"][which] for seed in range(3)])
-                  for arm in compare.ARMS}
+
+def test_the_comparison_pairs_students_with_and_without_a_router_by_seed(pretended, photos, teacher,
+                                                                         tmp_path, capsys):
+    compare.main(*compare.parse_args(["--data", photos, "--teacher", teacher, "--seeds", "4", "7",
+                                      "--out", str(tmp_path), *SMALLER]))
+    assert {(args.seed, args.experts, args.loss_weights, args.detach, *args.entropy_weight)
+            for _, args in pretended} == {
+        (seed, *arm) for seed in (4, 7) for arm in (
+            (0, "dispatch", False, 5.0), (2, "uniform", False, 0.05, 0.0),
+            (2, "dispatch", True, 0.05, 0.0), (2, "dispatch", False, 0.05, 0.0))}
+    first, *tables, _ = capsys.readouterr().out.split("\n\n")
+    assert "32 training and 16 validation images of 4 classes" in first
+
+    val = data.open_images(photos, "val", 32)
+    views = [data.CenterViews(data.open_images(photos, split, 32), 32)
+             for split in ("train", "val")]
+    found = {}
+    for arm, seed in itertools.product(compare.ARMS, (4, 7)):
+        folder = tmp_path / f"{arm}-{seed}"
+        encoder = build_frozen(str(folder / "last.pt"))
+        (bank, labels), (queries, truth) = (
+            [torch.stack(each) for each in zip(*(
+                (F.normalize(encoder(view["image"][None] / 255)[0, 0], dim=0),
+                 torch.tensor(view["label"])) for view in map(of.__getitem__, range(len(of)))))]
+            for of in views)
+        log, = read_run(folder)[1]
+        found[arm, seed] = [
+            np.array([log.get("token_unweighted", log["token"])]),
+            *(100 * (classes == truth).numpy() for classes in (
+                knn.classify(queries, bank, labels, 4, 20, 0.07),
+                photos_experiment.probe(bank, labels, queries, 4)))]
+    for which, table, accuracy in zip(range(3), tables, (1e-4, 0.1, 0.1)):
         for row in table.splitlines()[1:]:
             arm, mean, *differences = row.replace("±", "").split()
-            expected = [values[arm].mean()]
-            for other in ("none", "uniform"):
-                less = values[arm] - values[other]
-                # 4.3027 is Student's t of two degrees of freedom
-                expected += [less.mean(), 4.3027 * less.std(ddof=1) / 3 ** 0.5]
-            assert list(map(float, [mean, *differences])) == pytest.approx(expected,
+            expected = [np.mean([found[arm, seed][which] for seed in (4, 7)])]
+            for other in {"none": (), "uniform": ("none",)}.get(arm, ("none", "uniform")):
+                less = np.array([found[arm, seed][which] - found[other, seed][which]
+                                 for seed in (4, 7)])
+                # 12.706 is Student's t of one degree of freedom
+                of_seeds = 12.706 * less.mean(1).std(ddof=1) / 2 ** 0.5
+                of_images = 0 if which == 0 else 1.96 * less.mean(0).std(ddof=1) / len(val) ** 0.5
+                expected += [less.mean(), math.hypot(of_seeds, of_images)]
+            assert list(map(float, [mean, *differences])) == pytest.approx(expected, rel=0.01,
                                                                            abs=0.6 * accuracy)
-    pairs = re.findall(r"k-NN, % of (\w+) and (\w+)", verdict)
-    assert sorted(pairs) == [("detached", "uniform"), ("routed", "uniform"), ("uniform", "none")]
 
 
-def test_the_comparison_ends_where_a_stage_fails_or_a_run_is_not_complete(pretended, tmp_path,
-                                                                          monkeypatch, capsys):
-    _, scores = pretended
-    scores["routed-1"][0] = 2.5      # of three epochs
-    argv = ["--data", "x", "--teacher", "timm/test_vit/random", "--out", str(tmp_path)]
+def test_the_comparison_ends_where_data_a_flag_or_a_stage_fails(pretended, photos, tmp_path,
+                                                                monkeypatch, capsys):
+    """Before the first run, if it can know."""
+    argv = ["--data", photos, "--teacher", "timm/test_vit/random", "--out", str(tmp_path), *SMALLER]
+    shutil.copytree(Path(photos, "train"), tmp_path / "half" / "train")
+    for wrong in (["--data", str(tmp_path / "half")], ["--data", "x"]):
+        with pytest.raises(common.UserError, match=wrong[1]):
+            compare.main(*compare.parse_args([*argv, *wrong]))
     with pytest.raises(SystemExit):
-        compare.main(*compare.parse_args(argv))
-    assert "±" not in capsys.readouterr().out
+        compare.main(*compare.parse_args([*argv, "--expert", "3"]))
+    assert not pretended
     failing = Mock(return_value=Mock(returncode=2))
     monkeypatch.setattr(compare, "subprocess", Mock(run=failing))
     with pytest.raises(SystemExit, match="2"):
@@ -4781,10 +4755,18 @@ def test_the_readme_loads_an_encoder_and_sees_its_weights_on_a_photograph(encode
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
 def test_the_commands_of_the_paper_are_ones_that_the_scripts_take():
-    code, out = run_command("bash", "-euc", STAND_INS + "\n".join(blocks("REPRODUCE", "bash")))
+    page = "\n".join(blocks("REPRODUCE", "bash"))
+    code, out = run_command("bash", "-euc", STAND_INS + page)
     assert code == 0
     commands = list(map(shlex.split, out.splitlines()))
     assert len(commands) > 100
+    rows = [results.find_command(row["row"]) for row in results.read_rows(PAGES["REPRODUCE"])]
+    parsed = [vars(STAGES[script].parse_args(flags)) for script, *flags in commands
+              if script in STAGES and script != "knn.py"]
+    for script, *flags in rows:      # as bash starts them
+        args = vars(STAGES[script].parse_args(flags))
+        assert [each["out"] for each in parsed if each | {"data": args["data"]} == args] == [
+            args["out"]]
     folders = []
     for script, *flags in commands:
         if script in STAGES:
@@ -4886,8 +4868,6 @@ def test_the_cluster_script_requeues_a_run_that_sigusr1_stops_and_no_other(submi
     for flags in ("--max-steps 3", ""):
         assert submit(printed(flags))[::2] == (0, "")
     assert submit("echo stopped by SIGINT")[::2] == (0, "")
-    evaluating = "echo stopped by SIGUSR1 in an evaluation; kill -USR1 $$"
-    assert submit(evaluating, tasks=2)[::2] == (0, f"requeue {JOB}\n")
     assert submit("kill -USR1 $$")[::2] == (138, "")      # knn.py, which has nothing to resume
     python = '[ $RANK = 0 ] || exit 2; echo stopped by SIGUSR1'
     assert submit(python, tasks=2)[::2] == (2, "")

@@ -15,7 +15,6 @@ import json
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,16 +25,11 @@ import finetune
 import linprobe
 import pretrain
 import segment
-from folder import FREE_FLAGS
-from plot import read_lines
+from run import FREE_FLAGS, read_lines
 
 STAGES = {"pretrain.py": pretrain, "linprobe.py": linprobe, "finetune.py": finetune,
           "segment.py": segment}
 COLUMNS = ("row", "paper", "measured", "difference", "note")
-# in bash, the page's commands print what they would start
-STAND_INS = """torchrun() { shift 2; printf '%q ' "$@"; echo; }
-python() { :; }
-"""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -53,35 +47,43 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def read_rows(page: str) -> list[dict]:
-    """The rows of a page -> [{"table", "row", "paper", "command"}]
+    """The rows of a page -> [{"table", "row", "paper"}]
 
     table: of the paragraph above the row's block, if it ends with a colon, the first sentence, or
     the last heading.
     """
-    rows, script = [], STAND_INS
+    rows = []
     for above, code in re.findall(r"(.*?)^```bash\n(.*?)^```", page, re.M | re.S):
         last = above.strip().split("\n\n")[-1]
         title = re.findall(r"^#+ (.*)", above, re.M)[-1:]
         if last.endswith(":"):
             title = [re.split(r"\.\s", last[:-1])[0].replace("\n", " ")]
-        for line in code.splitlines():
-            if found := re.fullmatch(r"((?:pretrain|probe|finetune|segment|gradnorm) .*?) +# (.*)",
-                                     line):
-                script += f"echo row {len(rows)}\n"
-                rows.append({"table": title[0], "row": found[1], "paper": found[2]})
-            script += line + "\n"
-    printed = subprocess.run(["bash", "-euc", script], stdout=subprocess.PIPE, text=True,
-                             check=True).stdout
-    for index, command in re.findall(r"^row (\d+)\n(.*)", printed, re.M):
-        rows[int(index)]["command"] = command
+        rows += [{"table": title[0], "row": row, "paper": paper} for row, paper in re.findall(
+            r"^((?:pretrain|probe|finetune|segment|gradnorm) .*?) +# (.*)", code, re.M)]
     return rows
 
 
-def measure(command: str, runs: str) -> tuple[float | None, str, bool]:
-    """-> the best score of the run that a command starts, a note on it, and whether it has the
-    command's flags
-    """
-    script, *flags = shlex.split(command)
+def find_command(row: str) -> list[str]:
+    """The script and the flags of a row, as the functions in REPRODUCE.md start it"""
+    kind, name, *words = shlex.split(row)
+    run = f"runs/{name}"
+    if kind == "pretrain":
+        return ["pretrain.py", "--out", run, *words]
+    if kind == "gradnorm":
+        objective, alpha, rate = words
+        return ["pretrain.py", "--out", f"{run}-gradnorm-{alpha}-{rate}", "--experts", "0",
+                "--encoding", "dense", "--objective", objective, "--balance", "gradnorm",
+                "--gradnorm-alpha", alpha, "--gradnorm-lr", rate]
+    flags = [f"{run}/epoch_0300.pt", "--out", f"{run}/{'-'.join(words)}"]
+    if kind == "probe":      # with the data set after the kind, if it is not ImageNet
+        return ["linprobe.py", *flags, "--probe", words[0]]
+    flags[-1] = f"{run}/{kind}-{'-'.join(words)}"
+    return [f"{kind}.py", *flags, "--recipe", *words]
+
+
+def measure(row: str, runs: str) -> tuple[float | None, str, bool]:
+    """-> the best score of a row's run, a note on it, and whether it has the row's flags"""
+    script, *flags = find_command(row)
     flags = [re.sub("^runs(?=/)", lambda _: runs, flag) for flag in flags]
     expected = vars(STAGES[script].parse_args(flags))
     folder = Path(expected["out"])
@@ -128,7 +130,7 @@ def seed_deviations(rows: list[dict]) -> dict[str, float]:
 def main(args: argparse.Namespace) -> list[dict]:
     rows = read_rows((HERE / "REPRODUCE.md").read_text("utf-8"))
     for row in rows:
-        row["measured"], row["note"], same = measure(row.pop("command"), args.runs)
+        row["measured"], row["note"], same = measure(row["row"], args.runs)
         number = re.match(r"\d+(\.\d+)?$", row["paper"].split(",")[0])
         comparable = same and number and row["measured"] is not None
         row["difference"] = row["measured"] - float(number[0]) if comparable else None
