@@ -12,10 +12,10 @@ What most runs change: --data (by default, val/ of what the checkpoint was train
   routing.json     all numbers
 
 With one or two checkpoints, the pictures show the first eight experts; with more, they show expert
-0, whose weights are the coefficients of the token loss. "silhouette" says how well tokens are
-separated by the expert that gives them most weight, from -1 to 1. "correlation" compares expert
-0's weights with the token loss of Eq. 1: losses.token_loss of the student and its teacher, whatever
-loss the run trained.
+0, whose dispatch weights weight the token loss unless --loss-weights said otherwise. "silhouette"
+says how well tokens are separated by the expert that gives them most weight, from -1 to 1.
+"correlation" compares expert 0's weights with the token loss of Eq. 1: losses.token_loss of the
+student and its teacher, whatever loss the run trained.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from plot import plain
 IMAGES = 6           # at most, in heatmaps.png
 EXPERTS = 8          # at most, in pictures
 TOKENS = 10_000      # about as many for the silhouette: distances of all pairs take 400 MB
-LEGEND = """Expert 0 of the router that weights the losses:
+LEGEND = """Expert 0 in the block whose router weights the losses, or in --block:
   dispatch_cv  the standard deviation of its weights over an image's patches, over their mean
   correlation  of a patch's weight with its token loss: negative if costly patches get less weight
   silhouette   how well the experts separate the tokens: 1 well, 0 not at all"""
@@ -174,6 +174,7 @@ def measure(path: str, args, process: common.Process) -> dict:
     # The numbers of each block; lists have one for each expert.
     file = Path(path).resolve()
     numbers = {"checkpoint": path, "name": f"{file.parent.name}/{file.stem}", "block": shown,
+               "loss_weights": checkpoint["args"].get("loss_weights", "dispatch"),
                "images": len(sampled), "blocks": []}
     for i, of_block in dispatch.items():
         expert = of_block[sampled].argmax(1)
@@ -208,13 +209,21 @@ def report(numbers: dict):
     found = shown_numbers(numbers)
     said = [f"{name} {np.ravel(found[name])[0]:.3f}" for name in (
         "dispatch_cv", "correlation", "silhouette") if name in found]
-    print(f"{numbers['checkpoint']}, block {numbers['block']}: {', '.join(said)}")
+    print(f"{numbers['checkpoint']}, block {numbers['block']}{other_weights(numbers)}: "
+          f"{', '.join(said)}")
+
+
+def other_weights(numbers: dict) -> str:
+    """Words for a title, if the run's loss had other weights than the dispatch weights"""
+    kind = numbers["loss_weights"]
+    return "" if kind == "dispatch" else f" (the loss had {kind} weights)"
 
 
 # ----------------------------------------------------------------------------- pictures
 
 def draw_heatmaps(models: list[dict], experts: int, path: Path):
-    """A row of images, then a row for each expert of each model: its weights over the images.
+    """A row of images, then a row for each expert of each model: its weights over the images. A
+    single image stands beside its heatmaps.
 
     Red patches have more than the uniform weight, blue ones less. All rows have one scale of
     colors, so that weights which hardly vary are pale beside others. The scale leaves out the 1 %
@@ -230,11 +239,12 @@ def draw_heatmaps(models: list[dict], experts: int, path: Path):
     half = max(0.1, np.quantile(far, 0.99))
     scale = TwoSlopeNorm(1, max(0.0, 1 - half), 1 + half)
     rows = 1 + sum(weights.shape[2] for weights in shown)
-    width_of_titles = 4.5
-    figure = Figure(figsize=(max(width_of_titles, 1.3 * len(images) + 1.2), 1.35 * rows),
-                    layout="constrained")
-    axes = figure.subplots(rows, len(images), squeeze=False,
+    single = len(images) == 1
+    size = (3 * rows + 1, 3.6) if single else (max(4.5, 1.3 * len(images) + 1.2), 1.35 * rows)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(*((1, rows) if single else (rows, len(images))), squeeze=False,
                            subplot_kw=dict(xticks=[], yticks=[]))
+    axes = axes.T if single else axes
     for axis, image in zip(axes[0], images):
         axis.imshow(image)
     row = 1
@@ -242,16 +252,17 @@ def draw_heatmaps(models: list[dict], experts: int, path: Path):
         side = math.isqrt(weights.shape[1])
         own = axes[row:row + weights.shape[2]]
         row += weights.shape[2]
-        title = (f"{model['numbers']['name']}: weights from {weights.min():.2f} to "
-                 f"{weights.max():.2f}")
-        own[0, (len(images) - 1) // 2].set_title(plain(title), fontsize="medium")
+        title = (f"{model['numbers']['name']}: dispatch weights from {weights.min():.2f} to "
+                 f"{weights.max():.2f}{other_weights(model['numbers'])}")
+        own[0, (len(images) - 1) // 2].set_title(plain(title), fontsize="medium", wrap=True)
         for expert, line in enumerate(own):
             line[0].set_ylabel(f"expert {expert}")
             for axis, values, image in zip(line, weights[..., expert], images):
                 axis.imshow(image.mean(-1), cmap="gray", vmin=-255, vmax=255)      # pale
                 colors = axis.imshow(values.reshape(side, side), cmap="coolwarm", alpha=0.65,
                                      norm=scale, extent=(0, width, height, 0))
-    bar = figure.colorbar(colors, ax=axes[1:], label="weight / uniform weight", shrink=0.5)
+    bar = figure.colorbar(colors, ax=axes if single else axes[1:],
+                          label="weight / uniform weight", shrink=0.5)
     bar.ax.locator_params(axis="y", nbins=5)
     figure.savefig(path, dpi=90)
 

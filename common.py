@@ -99,6 +99,7 @@ class Output:
 
 def launch(main, args: argparse.Namespace):
     """Calls main(args) as a program: a UserError or OOM becomes one line and exit code 2."""
+    sys.stdout.reconfigure(errors="replace")      # a path may have letters that it cannot show
     sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
     try:
         main(args)
@@ -257,8 +258,9 @@ class Process:
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         cuda = torch.cuda.is_available()
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-        if cuda:
+        self.device = torch.device("cpu")
+        if cuda:      # some launchers let each process see its own GPU alone
+            self.device = torch.device("cuda", local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         if self.world > 1 and not dist.is_initialized():
             place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))

@@ -69,8 +69,7 @@ import run
 import segment
 import supervised
 from encoders import build_frozen
-from experiments import compare, control, control_tables, results
-from experiments import photos as photos_experiment
+from experiments import compare, control, control_tables, measures, results
 from shapes import Shapes
 
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
@@ -2035,15 +2034,18 @@ def test_gradients_of_several_processes_stay_views_of_their_buckets(monkeypatch)
 
 # --------------------------------------------------------------- a GPU that is not there
 
-def test_a_process_takes_the_gpu_of_its_rank_on_its_machine(monkeypatch):
+@pytest.mark.parametrize("sees", (2, 1))
+def test_a_process_takes_the_gpu_of_its_rank_on_its_machine(monkeypatch, sees):
+    """Or the only one that its launcher lets it see"""
     chosen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: sees)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(common.dist, "is_initialized", lambda: True)
     for name, value in dict(RANK="5", LOCAL_RANK="1", WORLD_SIZE="8").items():
         monkeypatch.setenv(name, value)
     process = common.Process(argparse.Namespace(amp="fp16"))
-    assert chosen == [process.device] == [torch.device("cuda", 1)]
+    assert chosen == [process.device] == [torch.device("cuda", sees - 1)]
     assert process.rank == 5 and process.amp == torch.float16
     assert process.scaler.get_scale() == 2 ** 16 and process.scaler.get_growth_factor() == 2
 
@@ -2581,15 +2583,20 @@ def test_no_step_synchronizes_a_gpu(stage, tmp_path, flags):
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_that_reaches_the_loaders_too_stops_the_run_at_its_next_log_line(stage, tmp_path,
-                                                                                  number):
-    """Terminals and torchrun send it to the group of the run. Slurm sends some to all processes."""
+@pytest.mark.parametrize("method", (None, pytest.param("forkserver", marks=pytest.mark.skipif(
+    sys.platform != "linux", reason="workers are forked on Linux alone"))))
+def test_a_signal_that_reaches_the_loaders_too_stops_the_run_at_its_next_log_line(
+        stage, tmp_path, number, method):
+    """Terminals and torchrun send it to the group of the run. Slurm sends some to all processes.
+    Python 3.14 would start workers by a fork server.
+    """
     kills = f"subprocess.call(['sh', '-c', 'kill -{int(number)} -$PPID'])"
     if number in (signal.SIGTERM, signal.SIGUSR1):
         kills += f", [os.kill(p.pid, {int(number)}) for p in multiprocessing.active_children()]"
     fault = f"step == 2 and ({kills})"
     argv = stage("pretrain", "--batch-size 2 --workers 1")
-    program = driver(tmp_path, fault, log_every=11, first="import multiprocessing")
+    first = f"import multiprocessing; multiprocessing.set_start_method({method!r}, force=True)"
+    program = driver(tmp_path, fault, log_every=11, first=first)
     code, out, error = finish(start(program, *argv))
     assert code == 0 and "Traceback" not in error, error
     assert f"stopped by {number.name}" in out
@@ -2913,6 +2920,20 @@ def test_other_flags_images_or_stages_are_another_run(capsys, stage, photos, tmp
     assert log and (tmp_path / "run" / "log.jsonl").read_bytes() == log
 
 
+@pytest.mark.parametrize("name", ("pretrain", "linear", "finetune", "segment"))
+def test_a_run_is_another_run_if_its_pretrained_weights_were_written_anew(
+        capsys, stage, teacher, encoder, tmp_path, name):
+    """The same command after another teacher was trained in the same folder."""
+    path = Path(shutil.copy(teacher if name == "pretrain" else encoder, tmp_path / "x.pt"))
+    argv = [str(path) if each in (teacher, encoder) else each for each in stage(name)]
+    play(name, argv)
+    state = torch.load(path)
+    write_checkpoint(path, experts=2)
+    assert "the digest of the pretrained weights was" in refusal(capsys, name, *argv)
+    torch.save(state, path)
+    play(name, argv)      # the same weights in another file
+
+
 def test_a_version_with_another_flag_resumes_and_compares_the_flags_of_both(capsys, stage, tmp_path,
                                                                            monkeypatch):
     parse = common.parse_run
@@ -3049,7 +3070,9 @@ def test_the_best_checkpoint_is_that_of_the_highest_score_also_after_a_restart(
     best, state, log = play("finetune", argv)
     assert best == state["best"] == {"top1": 80.0, "top5": 85.0}
     assert [line["top1"] for line in log if "top1" in line] == [0.0, 50.0, 80.0, 60.0, 80.0]
-    assert encoders.load_checkpoint(tmp_path / "run" / "best.pt")["step"] == 12      # the first
+    best = encoders.load_checkpoint(tmp_path / "run" / "best.pt")
+    assert best["step"] == 12      # the first
+    assert best["classes"] == [f"class_{i}" for i in range(4)]      # the names of its predictions
 
 
 @pytest.mark.parametrize("name, every, done", (
@@ -3459,6 +3482,16 @@ def test_without_data_knn_measures_on_what_the_first_encoder_was_trained_on(
         knn.main(knn.parse_args([*argv, "--out", str(tmp_path), *QUICK]))
         row = json.loads((tmp_path / "knn.jsonl").read_text().splitlines()[-1])
         assert row["data"] == seen
+
+
+def test_a_row_that_stdout_cannot_show_is_kept_and_shown_in_part(stage, encoder, photos, tmp_path):
+    path = str(shutil.copy(encoder, tmp_path / "ü.pt"))
+    argv = stage("knn")
+    code, out, error = finish(start("knn.py", path, *argv[1:], PYTHONIOENCODING="ascii:strict",
+                                    PYTHONUTF8="0"))
+    assert code == 0, error
+    row, = (json.loads(line) for line in (tmp_path / "run" / "knn.jsonl").read_text().splitlines())
+    assert row["encoder"] == path and f"{row['top1']:6.2f}%" in out and "?.pt" in out
 
 
 def test_knn_of_features_that_are_not_finite_is_no_number(stage, encoder, tmp_path, capsys):
@@ -3937,6 +3970,25 @@ def test_heatmaps_show_each_experts_weights_over_each_image(write_student, drawn
     assert title.startswith(r"one \$x\$/last: ")      # $x$ is no mathematics
     assert re.findall(r"\d\.\d+", title) == [
         f"{x:.2f}" for x in (one["weights"].min(), one["weights"].max())]
+
+
+def test_a_single_image_stands_beside_its_heatmaps(write_student, drawn):
+    analyze.main(analyze.parse_args([write_student("one"), *FIVE, "--images", "1"]))
+    image, *maps, bar = drawn["heatmaps.png"].axes
+    assert len(maps) == 3 and all(len(axis.images) == 2 for axis in maps)
+    drawn["heatmaps.png"].draw_without_rendering()
+    places = [axis.get_position() for axis in (image, *maps, bar)]
+    assert all(left.x1 <= right.x0 for left, right in zip(places, places[1:]))
+    assert len({round(place.height, 3) for place in places[:-1]}) == 1      # and as large
+
+
+def test_a_picture_says_if_the_loss_had_other_weights(write_student, drawn, capsys):
+    for kind, said in (("uniform", 2), ("combine", 2), ("dispatch", 0)):
+        numbers, = show(write_student(kind, loss_weights=kind))
+        title, = filter(None, (axis.get_title() for axis in drawn["heatmaps.png"].axes))
+        assert numbers["loss_weights"] == kind
+        text = f"(the loss had {kind} weights)"
+        assert (title + capsys.readouterr().out).count(text) == said
 
 
 def test_weights_that_hardly_vary_are_pale_and_a_collapse_has_a_scale_from_0(write_student, drawn):
@@ -4567,7 +4619,7 @@ def test_the_comparison_pairs_students_with_and_without_a_router_by_seed(pretend
             np.array([log.get("token_unweighted", log["token"])]),
             *(100 * (classes == truth).numpy() for classes in (
                 knn.classify(queries, bank, labels, 4, 20, 0.07),
-                photos_experiment.probe(bank, labels, queries, 4)))]
+                measures.probe(bank, labels, queries, 4)))]
     for which, table, accuracy in zip(range(3), tables, (1e-4, 0.1, 0.1)):
         for row in table.splitlines()[1:]:
             arm, mean, *differences = row.replace("±", "").split()

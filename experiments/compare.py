@@ -31,7 +31,7 @@ import data
 import knn
 import pretrain
 from encoders import build_frozen
-from experiments.photos import half_width, probe
+from experiments.measures import half_width, probe
 from run import read_lines
 
 SMALL = ("--model vit_nano --image-size 64 --patch-size 8 --batch-size 64 --lr 1e-3 --epochs 20 "
