@@ -6,7 +6,7 @@
 
 What most runs change: --data (by default, val/ of what the checkpoint was trained on), --images,
 --block, --out. It writes
-  heatmaps.png     the weight of each patch, over some images (Fig. 1 and A1)
+  heatmaps.png     the weight of each patch, over some images (Fig. 1 and A1), and its token loss
   blocks.png       silhouette, entropy, variation and [CLS] share of each block (Fig. A2)
   correlation.png  expert 0's weight of a patch against the patch's token loss (Fig. A3)
   routing.json     all numbers
@@ -22,6 +22,7 @@ import argparse
 import json
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,9 +37,9 @@ from losses import dispatch_cv, dispatch_entropy, token_loss
 from model import ViT, normalize
 from plot import plain
 
-IMAGES = 6           # at most, in heatmaps.png
-EXPERTS = 8          # at most, in pictures
-TOKENS = 10_000      # about as many for the silhouette: distances of all pairs take 400 MB
+SHOWN_IMAGES = 6           # at most, in heatmaps.png
+SHOWN_EXPERTS = 8          # at most, in pictures
+SAMPLED_TOKENS = 10_000      # about as many for the silhouette: distances of all pairs take 400 MB
 LEGEND = """Expert 0 in the block whose router weights the losses, or in --block:
   dispatch_cv  the standard deviation of its weights over an image's patches, over their mean
   correlation  of a patch's weight with its token loss: negative if costly patches get less weight
@@ -55,7 +56,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
                        help="models with experts")
     group.add_argument(
         "--images", type=positive_int, default=200,
-        help=f"images to measure, drawn by --seed; the first {IMAGES} become pictures")
+        help=f"images to measure, drawn by --seed; the first {SHOWN_IMAGES} become pictures")
     group.add_argument(
         "--block", type=non_negative_int,
         help="the MoE block of heatmaps and correlation (default: the last block whose "
@@ -105,23 +106,27 @@ def find_teacher(checkpoint: dict, encoder: ViT, process: common.Process
         return None, None
 
 
-@torch.no_grad()
-def collect(checkpoint: dict, encoder: ViT, args, process: common.Process) -> tuple:
-    """Lets the encoder and its teacher see M images, in batches -> what they make of them
-
-    pictures: uint8 [IMAGES, 3, S, S], the first. sampled: bool [M, T], where M' tokens are
-    sampled; images and these are the same for all models of one image and patch size. entering:
-    {MoE block: the sampled tokens that enter it, [M', D]}. dispatch: {MoE block: its weights
-    [M, T, E]}. losses: the token losses of patches, [M, N], or None without a teacher.
-    Raises UserError.
+class Seen(NamedTuple):
+    """What an encoder and its teacher make of M images. Models of one image and patch size see the
+    same images, and the same tokens are sampled.
     """
+    pictures: Tensor                # the first images, uint8 [SHOWN_IMAGES, 3, S, S]
+    sampled: Tensor                 # bool [M, T], the tokens for silhouette and correlation
+    entering: dict[int, Tensor]     # {MoE block: the M' sampled tokens that enter it, [M', D]}
+    dispatch: dict[int, Tensor]     # {MoE block: its dispatch weights, [M, T, E]}
+    losses: Tensor | None           # the token losses of patches, [M, N]; None without a teacher
+
+
+@torch.no_grad()
+def collect(checkpoint: dict, encoder: ViT, args, process: common.Process) -> Seen:
+    """Lets the encoder and its teacher see images, in batches. Raises UserError."""
     size, blocks = encoder.config["image_size"], encoder.moe_blocks
-    images = args.data or data.trained_on(checkpoint)
-    views = data.CenterViews(data.open_images(images, "val", size, labels=False), size)
+    name = args.data or data.trained_on(checkpoint)
+    views = data.CenterViews(data.open_images(name, "val", size, labels=False), size)
     rng = np.random.default_rng(args.seed)
     indices = torch.from_numpy(rng.permutation(len(views))[:args.images])
     sampled = torch.from_numpy(rng.random((len(indices), 1 + encoder.grid ** 2)))
-    sampled = (sampled < TOKENS / sampled.numel()).to(process.device)
+    sampled = (sampled < SAMPLED_TOKENS / sampled.numel()).to(process.device)
     head, teacher = find_teacher(checkpoint, encoder, process)
 
     entering, dispatch, losses = {i: [] for i in blocks}, {i: [] for i in blocks}, []
@@ -146,16 +151,20 @@ def collect(checkpoint: dict, encoder: ViT, args, process: common.Process) -> tu
                             f"with --amp {args.amp}")
     entering, dispatch = ({i: torch.cat(parts) for i, parts in each.items()}
                           for each in (entering, dispatch))
-    pictures = torch.stack([views[i]["image"] for i in indices[:IMAGES].tolist()])
-    return pictures, sampled, entering, dispatch, torch.cat(losses) if teacher else None
+    pictures = torch.stack([views[i]["image"] for i in indices[:SHOWN_IMAGES].tolist()])
+    return Seen(pictures, sampled, entering, dispatch, torch.cat(losses) if teacher else None)
 
 
-def measure(path: str, args, process: common.Process) -> dict:
+def analyze_checkpoint(path: str, args, process: common.Process) -> dict:
     """Measures one checkpoint -> what is written and drawn of it. Raises UserError.
 
-    numbers: for routing.json. images: uint8 [IMAGES, 3, S, S]. weights: the dispatch weights of
-    their patches in the block that is shown, [IMAGES, N, E], where 1 is uniform. points: expert
-    0's weight and the token loss of sampled patches, [2, M'], or None without a teacher.
+    numbers: for routing.json
+    images: uint8 [SHOWN_IMAGES, 3, S, S]
+    weights: the dispatch weights of the images' patches in the block that is shown,
+        [SHOWN_IMAGES, N, E], where 1 is uniform
+    losses: the patches' token losses, [SHOWN_IMAGES, N], or None without a teacher
+    points: expert 0's weight and the token loss of sampled patches, [2, M'], or None without a
+        teacher
     """
     checkpoint = load_checkpoint(path)
     encoder = load_encoder(checkpoint).to(process.device).eval()
@@ -169,33 +178,34 @@ def measure(path: str, args, process: common.Process) -> dict:
         raise UserError(f"--block {shown}: the MoE blocks of {path} are {blocks}")
     if args.compile:
         encoder.compile_blocks()
-    pictures, sampled, entering, dispatch, losses = collect(checkpoint, encoder, args, process)
+    seen = collect(checkpoint, encoder, args, process)
 
     # The numbers of each block; lists have one for each expert.
     file = Path(path).resolve()
     numbers = {"checkpoint": path, "name": f"{file.parent.name}/{file.stem}", "block": shown,
                "loss_weights": checkpoint["args"].get("loss_weights", "dispatch"),
-               "images": len(sampled), "blocks": []}
-    for i, of_block in dispatch.items():
-        expert = of_block[sampled].argmax(1)
+               "images": len(seen.sampled), "blocks": []}
+    for i, weights in seen.dispatch.items():
+        expert = weights[seen.sampled].argmax(1)
         numbers["blocks"].append({
-            "block": i, "silhouette": silhouette(entering[i], expert),
+            "block": i, "silhouette": silhouette(seen.entering[i], expert),
             "scale": encoder.blocks[i].mlp.router.scale.item(),
-            "entropy": dispatch_entropy(of_block).tolist(),
-            "dispatch_cv": dispatch_cv(of_block[:, 1:]).tolist(),
-            "cls_share": of_block[:, 0].mean(0).tolist()})
+            "entropy": dispatch_entropy(weights).tolist(),
+            "dispatch_cv": dispatch_cv(weights[:, 1:]).tolist(),
+            "cls_share": weights[:, 0].mean(0).tolist()})
 
-    # What the router of the block that is shown makes of patches, which have losses.
-    patches = sampled[:, 1:]
-    weights = dispatch[shown][:, 1:] * sampled.shape[1]                             # [M, N, E]
+    # the router of the block that is shown, on patches, which have losses
+    patches = seen.sampled[:, 1:]
+    weights = seen.dispatch[shown][:, 1:] * seen.sampled.shape[1]                   # [M, N, E]
     points = None
-    if losses is not None:
-        points = torch.stack([weights[..., 0][patches], losses[patches]]).double()
+    if seen.losses is not None:
+        points = torch.stack([weights[..., 0][patches], seen.losses[patches]]).double()
         numbers["correlation"] = torch.corrcoef(points)[0, 1].item()
         points = points.cpu().numpy()
+    losses = None if seen.losses is None else seen.losses[:SHOWN_IMAGES].clone().cpu()
     # cloned, because a slice alone would keep the weights of all images in memory
-    return dict(numbers=numbers, images=pictures, weights=weights[:IMAGES].clone().cpu(),
-                points=points)
+    return dict(numbers=numbers, images=seen.pictures, losses=losses,
+                weights=weights[:SHOWN_IMAGES].clone().cpu(), points=points)
 
 
 def shown_numbers(numbers: dict) -> dict:
@@ -222,8 +232,9 @@ def other_weights(numbers: dict) -> str:
 # ----------------------------------------------------------------------------- pictures
 
 def draw_heatmaps(models: list[dict], experts: int, path: Path):
-    """A row of images, then a row for each expert of each model: its weights over the images. A
-    single image stands beside its heatmaps.
+    """A row of images, a row for each expert of each model with its weights over the images, and a
+    row with the patches' token losses of the last model that has a teacher. A single image stands
+    beside its heatmaps.
 
     Red patches have more than the uniform weight, blue ones less. All rows have one scale of
     colors, so that weights which hardly vary are pale beside others. The scale leaves out the 1 %
@@ -233,34 +244,44 @@ def draw_heatmaps(models: list[dict], experts: int, path: Path):
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
     images = models[0]["images"].permute(0, 2, 3, 1).numpy()                        # [M, S, S, 3]
-    height, width = images.shape[1:3]
     shown = [model["weights"][..., :experts].numpy() for model in models]
     far = np.concatenate([abs(weights - 1).ravel() for weights in shown])
     half = max(0.1, np.quantile(far, 0.99))
     scale = TwoSlopeNorm(1, max(0.0, 1 - half), 1 + half)
-    rows = 1 + sum(weights.shape[2] for weights in shown)
+
+    rows = []      # (title or None, label, values [M, N], how they are drawn)
+    for model, weights in zip(models, shown):
+        title = (f"{model['numbers']['name']}: dispatch weights from {weights.min():.2f} to "
+                 f"{weights.max():.2f}{other_weights(model['numbers'])}")
+        for expert in range(weights.shape[2]):
+            rows.append((None if expert else title, f"expert {expert}", weights[..., expert],
+                         dict(cmap="coolwarm", norm=scale, alpha=0.65)))
+    for model in [model for model in models if model["losses"] is not None][-1:]:
+        losses = model["losses"].numpy()
+        title = f"token loss of {model['numbers']['name']}"
+        rows.append((f"{title} from {losses.min():.2f} to {losses.max():.2f}", "token loss",
+                     losses, dict(cmap="viridis", vmin=losses.min(), vmax=losses.max())))
+
+    count = 1 + len(rows)
     single = len(images) == 1
-    size = (3 * rows + 1, 3.6) if single else (max(4.5, 1.3 * len(images) + 1.2), 1.35 * rows)
+    size = (3 * count + 1, 3.6) if single else (max(4.5, 1.3 * len(images) + 1.2), 1.35 * count)
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(*((1, rows) if single else (rows, len(images))), squeeze=False,
+    axes = figure.subplots(*((1, count) if single else (count, len(images))), squeeze=False,
                            subplot_kw=dict(xticks=[], yticks=[]))
     axes = axes.T if single else axes
     for axis, image in zip(axes[0], images):
         axis.imshow(image)
-    row = 1
-    for model, weights in zip(models, shown):
-        side = math.isqrt(weights.shape[1])
-        own = axes[row:row + weights.shape[2]]
-        row += weights.shape[2]
-        title = (f"{model['numbers']['name']}: dispatch weights from {weights.min():.2f} to "
-                 f"{weights.max():.2f}{other_weights(model['numbers'])}")
-        own[0, (len(images) - 1) // 2].set_title(plain(title), fontsize="medium", wrap=True)
-        for expert, line in enumerate(own):
-            line[0].set_ylabel(f"expert {expert}")
-            for axis, values, image in zip(line, weights[..., expert], images):
-                axis.imshow(image.mean(-1), cmap="gray", vmin=-255, vmax=255)      # pale
-                colors = axis.imshow(values.reshape(side, side), cmap="coolwarm", alpha=0.65,
-                                     norm=scale, extent=(0, width, height, 0))
+    for line, (title, label, values, look) in zip(axes[1:], rows):
+        side = math.isqrt(values.shape[1])
+        line[0].set_ylabel(label)
+        if title:
+            line[(len(images) - 1) // 2].set_title(plain(title), fontsize="medium", wrap=True)
+        for axis, image, value in zip(line, images, values):
+            height, width, _ = image.shape
+            axis.imshow(image.mean(-1), cmap="gray", vmin=-255, vmax=255)      # pale
+            drawn = axis.imshow(value.reshape(side, side), extent=(0, width, height, 0), **look)
+            if look.get("norm"):
+                colors = drawn
     bar = figure.colorbar(colors, ax=axes if single else axes[1:],
                           label="weight / uniform weight", shrink=0.5)
     bar.ax.locator_params(axis="y", nbins=5)
@@ -338,13 +359,13 @@ def main(args) -> list[dict]:
     models = []
     print(LEGEND)
     for path in args.checkpoints:
-        models.append(measure(path, args, process))      # one encoder at a time is in memory
+        models.append(analyze_checkpoint(path, args, process))      # one is in memory at a time
         report(models[-1]["numbers"])
     numbers = [model["numbers"] for model in models]
     out = Path(args.out or Path(args.checkpoints[0]).parent)
     out.mkdir(parents=True, exist_ok=True)
     (out / "routing.json").write_text(json.dumps(rounded(numbers), indent=1) + "\n")
-    experts = EXPERTS if len(models) <= 2 else 1
+    experts = SHOWN_EXPERTS if len(models) <= 2 else 1
     draw_heatmaps(models, experts, out / "heatmaps.png")
     draw_blocks(models, experts, out / "blocks.png")
     written = ["heatmaps.png", "blocks.png", "routing.json"]

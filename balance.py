@@ -60,7 +60,7 @@ class GradNorm(ObjectiveWeights):
                  scaler: torch.amp.GradScaler):
         super().__init__(torch.ones_like(weights))
         # each objective's first loss; 0 until it is known
-        self.register_buffer("first", torch.zeros_like(weights))
+        self.register_buffer("initial", torch.zeros_like(weights))
         self.shared = list(shared.parameters())
         self.alpha, self.lr, self.scaler = alpha, lr, scaler
         # for each micro-batch, the losses [K] and the M numbers of their gradients [K, M]
@@ -80,9 +80,9 @@ class GradNorm(ObjectiveWeights):
         losses, gradients = mean(self.losses), mean(self.gradients)
         self.losses, self.gradients = [], []
         norms = gradients.norm(dim=1)
-        unknown = (self.first == 0) & losses.isfinite()
-        self.first.copy_(torch.where(unknown, losses, self.first))
-        rate = losses / self.first
+        unknown = (self.initial == 0) & losses.isfinite()
+        self.initial.copy_(torch.where(unknown, losses, self.initial))
+        rate = losses / self.initial
         weighted = self.weights * norms
         target = weighted.mean() * (rate / rate.mean()) ** self.alpha
         change = self.lr * torch.sign(weighted - target) * norms

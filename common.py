@@ -322,9 +322,8 @@ class Process:
 
 # ---------------------------------------------------------------------- random numbers
 
-# {purpose: tag}. A generator's key is the tag, then the numbers in the comment. Without tags, two
-# purposes could draw the same numbers, also because NumPy takes (5,) and (5, 0) for the same key.
-# shapes.py uses the tags 0 and 1.
+# {purpose: tag}. A generator's key is the tag, then the numbers in the comment. Each purpose has a
+# tag, so that no two share a key: NumPy takes (5,) and (5, 0) for one seed. shapes.py has 0 and 1.
 STREAMS = {"order": 2,        # (seed, epoch): the order of an epoch's images
            "view": 3,         # (seed, epoch, index): crop, jitter, mask, augmentation of an image
            "weights": 4,      # (seed): initial weights

@@ -121,7 +121,7 @@ def list_images(folder: str) -> list[str]:
     return paths
 
 
-class Photos(Dataset):
+class ImageFiles(Dataset):
     """Image files: a single file, or all images in a folder and its subfolders.
 
     An image's label is the index of its folder in `classes`, or 0 without classes. Raises UserError
@@ -159,7 +159,7 @@ class Food(Food101):
         return read_image(self._image_files[index]), self._labels[index]
 
 
-class Folder(Photos):
+class ClassFolders(ImageFiles):
     """Images in ImageNet's layout, ROOT/{train,val}/CLASS/*.jpg, with the classes of train/.
 
     Raises UserError.
@@ -202,11 +202,11 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
     with naming(f"--data {data}"):
         os.stat(data)
     if labels:
-        return Folder(data, split)
+        return ClassFolders(data, split)
     folder = os.path.join(data, split)
     if os.path.isdir(folder):
-        return Photos(folder, f"--data {data}: no image in {folder}")
-    photos = Photos(data, f"--data {data}: no image in {data}")
+        return ImageFiles(folder, f"--data {data}: no image in {folder}")
+    photos = ImageFiles(data, f"--data {data}: no image in {data}")
     places = (os.path.relpath(photos.path(i), data).split(os.sep) for i in range(len(photos)))
     counts = collections.Counter(place[0] for place in places if len(place) > 1)
     if counts:      # is it Train/, or has it annotations?
@@ -268,9 +268,9 @@ def count_masked(grid: int, mask_ratio: float) -> int:
 def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
     """BEiT's block masking: bool [grid * grid], True for exactly count_masked(grid, ratio) patches.
 
-    A block's area is uniform between 16 patches (fewer on grids below 14 x 14) and the number of
-    patches still to mask, which may be smaller; its aspect ratio is log-uniform in 0.3 to 1/0.3.
-    Once ten blocks in a row do not fit, single random patches make up the number.
+    A block's area is uniform between 16 patches, in proportion below 14 x 14, and the number still
+    missing; its aspect ratio is log-uniform in 0.3 to 1/0.3. Once ten blocks in a row do not fit,
+    single random patches make up the number.
     """
     missing = count_masked(grid, ratio)
     smallest = max(1, round(16 * min(1, grid ** 2 / 14 ** 2)))
@@ -378,18 +378,18 @@ def plan_steps(args: argparse.Namespace, world: int, image_count: int) -> tuple[
     return share // micro_batch, image_count // args.batch_size
 
 
-def train_order(count: int, batch_size: int, micro_steps: int, seed: int, first: int,
-                last: int, rank: int = 0, world: int = 1):
-    """Yields a list of (epoch, index) keys for each micro-batch of one process, from step `first`
-    until before step `last`.
+def train_order(count: int, batch_size: int, micro_steps: int, seed: int, start: int,
+                stop: int, rank: int = 0, world: int = 1):
+    """Yields a list of (epoch, index) keys for each micro-batch of one process, from step `start`
+    until before step `stop`.
 
     Each epoch is a permutation of all `count` images, cut into global batches; an incomplete last
     batch is left out. A process takes every `world`-th image of a batch, starting at its `rank`, so
     any number of processes trains on the same batches.
     """
-    for step in range(first, last):
+    for step in range(start, stop):
         epoch, at = divmod(step, count // batch_size)
-        if step == first or at == 0:
+        if step == start or at == 0:
             order = generator("order", seed, epoch).permutation(count)
         batch = order[at * batch_size:(at + 1) * batch_size]
         for micro in batch[rank::world].reshape(micro_steps, -1):
@@ -406,9 +406,9 @@ def load(views: Dataset, batches_of_keys, process: Process, workers: int):
                         "of workers: export TMPDIR=/tmp, or give --workers 0")
     # The DataLoader calls views[key] for each key. It draws a seed when it starts, and gets its own
     # generator for that: a draw from the global generator would change the step's drop path. Python
-    # 3.14's fork server would die of the signals from which `shield` protects workers.
+    # 3.14's fork server would die of the signals from which `ignore_signals` protects workers.
     loader = DataLoader(
-        views, batch_sampler=batches_of_keys, num_workers=workers, worker_init_fn=shield,
+        views, batch_sampler=batches_of_keys, num_workers=workers, worker_init_fn=ignore_signals,
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         pin_memory=process.device.type == "cuda", generator=torch.Generator())
     others = multiprocessing.active_children()
@@ -423,10 +423,10 @@ def load(views: Dataset, batches_of_keys, process: Process, workers: int):
         raise UserError(str(error).split("UserError: ")[-1].strip()) from None
 
 
-def train_batches(views: Dataset, args, process: Process, micro_steps: int, first: int,
-                  last: int):
-    """Yields this process's micro-batches, from step `first` until before step `last`."""
-    order = train_order(len(views), args.batch_size, micro_steps, args.seed, first, last,
+def train_batches(views: Dataset, args, process: Process, micro_steps: int, start: int,
+                  stop: int):
+    """Yields this process's micro-batches, from step `start` until before step `stop`."""
+    order = train_order(len(views), args.batch_size, micro_steps, args.seed, start, stop,
                         process.rank, process.world)
     return load(views, order, process, args.workers)
 
@@ -441,7 +441,7 @@ def eval_batches(views: Dataset, batch_size: int, args, process: Process, what: 
     return load(views, order, process, args.workers)
 
 
-def shield(worker: int):
+def ignore_signals(worker: int):
     """Shields a worker from the signals that stop a run: the run needs it until it has saved.
 
     Terminals and torchrun send signals to the process group, Slurm and systemd to every process.
@@ -453,7 +453,7 @@ def shield(worker: int):
 
 def end_workers(workers: list[multiprocessing.Process]):
     """Kills the workers of a run that failed. At exit, Python sends them SIGTERM, which they ignore
-    (`shield`), and would wait for them forever.
+    (`ignore_signals`), and would wait for them forever.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)      # or PyTorch reports a worker's death
     for worker in workers:

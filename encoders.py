@@ -47,7 +47,7 @@ NOT_ENCODER = re.compile(
     r"\w*head|decoder|mask_token|fc_norm|fc\.|pre_logits|predictor|projector")
 
 
-def harmless() -> list:
+def safe_types() -> list:
     """Types that checkpoints hold beside tensors, for `torch.serialization.safe_globals`: NumPy
     numbers and arrays, argparse.Namespace, and paths. Unpickling them runs no code.
     """
@@ -95,7 +95,7 @@ def read_file(path: str | Path) -> dict:
     if is_torchscript(path):
         raise ValueError("a TorchScript archive; if it is OpenAI's CLIP, name its model, as in "
                          f"ViT-B-16-quickgelu/{path}")
-    with torch.serialization.safe_globals(harmless()):
+    with torch.serialization.safe_globals(safe_types()):
         content = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(content, dict):
         raise ValueError(f"neither an ExPLoRe checkpoint nor a ViT, but a {type(content).__name__}")
@@ -383,7 +383,7 @@ class ClipEncoder(FrozenEncoder):
         quick_gelu = open_clip.get_pretrained_cfg(name, pretrained).get("quick_gelu", False)
         archive = is_torchscript(pretrained)      # the format of OpenAI's own files
         weights = None if archive or pretrained == "random" else pretrained
-        with torch.serialization.safe_globals(harmless()):
+        with torch.serialization.safe_globals(safe_types()):
             visual = open_clip.create_model(name, weights, force_quick_gelu=quick_gelu).visual
         if archive:
             visual.load_state_dict(read_torchscript(pretrained, "visual."))

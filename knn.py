@@ -100,8 +100,8 @@ def main(args) -> list[float]:
     process = common.Process(args)
     images = args.data
     if images is None:
-        first = Path(args.encoders[0])
-        images = (data.trained_on(load_checkpoint(first)) if first.is_file()
+        name = args.encoders[0]
+        images = (data.trained_on(load_checkpoint(name)) if Path(name).is_file()
                   else common.default_data())
 
     @functools.cache      # to list a million images takes a while, and epochs share them

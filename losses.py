@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The expert that weights each loss of patches (Table 1)
+# The expert that weights each loss of patches (Table 1; for pixels, Appendix C)
 EXPERTS = {"token": 0, "pixel": 1}
 
 
@@ -69,7 +69,7 @@ def weighted_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
     paper.
 
     patch_loss [B, N], weight [B, N] >= 0 -> scalar. An image whose weights are all zero counts as
-    a loss of zero and gets no gradient. Within an image, the derivative with respect to a weight
+    a loss of zero. Within an image, the derivative with respect to a weight
     is (loss - weighted mean) / sum of weights, so gradient descent moves weight from patches above
     the mean to patches below it. Without the division, a router could make the loss small by
     moving its weight to tokens that have no loss. Raises ValueError for other shapes.
@@ -81,18 +81,19 @@ def weighted_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
     return ((weight * patch_loss).sum(1) / total.where(total > 0, 1)).mean()
 
 
-def patch_weights(dispatch: Tensor, expert: int = 0, detach: bool = False,
+def patch_weights(weights: Tensor, expert: int = 0, detach: bool = False,
                   prefix: int = 1) -> Tensor:
     """The weight of each patch in the loss that `expert` is coupled to.
 
-    dispatch [B, T, E], a router's dispatch weights -> [B, T - prefix]. The first `prefix` tokens,
-    such as [CLS] and registers, have no patch loss. If only some patches have a loss, multiply the
-    result by their mask [B, N]. Detached weights still weight the loss, but send the router no
-    gradient: it then learns only from the experts' outputs and from the regularizer. This is the
-    paper's main ablation. Another ablation passes combine weights as `dispatch`.
+    weights [B, T, E]: a router's dispatch weights or, in an ablation, combine weights
+    -> [B, T - prefix]: the first `prefix` tokens, [CLS] and registers, have no patch loss
+
+    If only some patches have a loss, multiply the result by their mask [B, N]. Detached weights
+    still weight the loss, but send the router no gradient, which is the paper's main ablation: the
+    router then learns only from the experts' outputs and from the regularizer.
     """
     # 1e-30: if every weight underflows to 0, the patches count equally
-    weight = dispatch[:, prefix:, expert] + 1e-30
+    weight = weights[:, prefix:, expert] + 1e-30
     return weight.detach() if detach else weight
 
 
@@ -125,9 +126,8 @@ def coupled_loss(patch_loss: Tensor, selected: Tensor, weights: Tensor | None = 
 def loss_spread(patch_loss: Tensor, selected: Tensor) -> Tensor:
     """The standard deviation of the selected patches' losses in an image, averaged over images.
 
-    patch_loss [B, N], selected [B, N], 1 or 0 -> scalar. If the loss has weight w (Eq. 8), router
-    weights proportional to exp(-w loss / lambda) have a standard deviation of about
-    w * spread / lambda, relative to their mean, where that is well below 1.
+    patch_loss [B, N], selected [B, N], 1 or 0 -> scalar. With w of Eq. 8, weights proportional to
+    exp(-w loss / lambda) vary by about w * spread / lambda of their mean, if that is small.
     """
     count = selected.sum(1).clamp_min(1)
     mean = (selected * patch_loss).sum(1) / count
@@ -226,7 +226,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     patch_targets = targets[:, -count:]
     if pred.ids_keep is None:      # dense encoding: the masked patches have the token loss
         selected, pixel_weights = masked, weights
-    else:                          # sparse: the visible ones, and the router sees no others
+    else:      # sparse: the visible patches; the router has no weights for those it does not see
         index = pred.ids_keep[..., None].expand(len(targets), -1, targets.shape[2])
         patch_targets = patch_targets.gather(1, index)
         selected, pixel_weights = torch.ones_like(patch_targets[..., 0]), None

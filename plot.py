@@ -72,7 +72,7 @@ def read_curve(lines: list[dict], field: str) -> tuple[list[float], list[float]]
 
 
 def plain(text: str) -> str:
-    """The text as matplotlib shows it as it is: what stands between two $ would be mathematics."""
+    """Escapes $, which matplotlib reads as math."""
     return text.replace("$", r"\$")
 
 

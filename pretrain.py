@@ -209,13 +209,13 @@ def main(args):
     run = Run(args, process, title, steps=steps, epoch_steps=epoch_steps, images=len(dataset),
               encoder=student.encoder.config, weights=teacher.digest, model=student,
               optimizer=optimizer, balance=balance)
-    first = run.resume()                # last.pt's step, or 0, which saves epoch_0000.pt
+    start = run.resume()                # last.pt's step, or 0, which saves epoch_0000.pt
     if args.compile:
         student.encoder.compile_blocks()
         teacher.compile()
     parallel = process.parallel(student.train())            # DDP if there are several processes
     views = data.TrainViews(dataset, args.image_size, args.seed, grid, args.mask_ratio)
-    batches = run.timed(data.train_batches(views, args, process, micro_steps, first,
+    batches = run.timed(data.train_batches(views, args, process, micro_steps, start,
                                            run.stop_step))
 
     for step in run.steps():                                # a progress bar

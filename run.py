@@ -52,12 +52,15 @@ class Run:
         self.args, self.process, self.title, self.measure = args, process, title, measure
         self.folder = Path(args.out)
         self.total, self.epoch_steps = steps, epoch_steps
-        self.save_every = args.save_every * (epoch_steps if "epochs" in args else 1)
+        # steps between evaluations or kept checkpoints, and between last.pt and last.pt
+        self.save_every = self.last_every = args.save_every
+        if "epochs" in args:      # segmentation counts in iterations
+            self.save_every, self.last_every = args.save_every * epoch_steps, epoch_steps
         self.stop_step = min(steps, args.max_steps or steps)
         self.parts = parts | {"scaler": process.scaler}
         self.record = {"args": vars(args), "images": images, "classes": list(classes),
                        "weights": weights, "encoder": encoder}
-        self.first = 0                  # the step of last.pt
+        self.start_step = 0                  # the step of last.pt
         self.log_bytes = 0              # the log's length when last.pt was written
         self.best_scores = {}
         self.due = False                # whether an evaluation is due at the step of last.pt
@@ -71,7 +74,7 @@ class Run:
     # ------------------------------------------------------------------------- resuming
 
     def resume(self) -> int:
-        """Locks the folder and loads last.pt if it exists -> the first step to do
+        """Locks the folder and loads last.pt if it exists -> the step to go on with
 
         Checks that all processes agree on flags, data and this step. Raises UserError.
         """
@@ -80,14 +83,14 @@ class Run:
             self.file.seek(self.file.truncate(min(self.log_bytes, self.file.tell())))
             record = self.record | {"origin": find_origin()}      # for people
             (self.folder / "args.json").write_text(json.dumps(record, indent=1))
-        if self.first == 0:             # a full disk shows now, not after the first epoch
+        if self.start_step == 0:             # a full disk shows now, not after the first epoch
             self.save("last.pt", 0, *self.parts)
             if not self.measure:
                 self.save("epoch_0000.pt", 0, "model")
         note(f"{self.folder}: {self.title} on {self.record['images']} images, from step "
-             f"{self.first} of {self.total}, {self.process.world} x {self.process.device.type} in "
-             f"{self.process.amp or torch.float32}", sys.stdout)
-        return self.first
+             f"{self.start_step} of {self.total}, {self.process.world} x "
+             f"{self.process.device.type} in {self.process.amp or torch.float32}", sys.stdout)
+        return self.start_step
 
     def prepare(self) -> dict:
         """Claims the folder and loads last.pt -> what all processes must agree on"""
@@ -97,7 +100,7 @@ class Run:
         if last.exists():
             with common.naming(last):
                 self.load(last)
-        return identity(self.record) | {"the step of last.pt": self.first,
+        return identity(self.record) | {"the step of last.pt": self.start_step,
                                         "an evaluation is due": self.due}
 
     def claim(self):
@@ -128,7 +131,7 @@ class Run:
             # the loss scale of one precision means nothing in another
             if name != "scaler" or state["amp"] == str(self.process.amp):
                 part.load_state_dict(state[name])
-        self.first = self.updated_step = state["step"]
+        self.start_step = self.updated_step = state["step"]
         self.log_bytes, self.best_scores, self.due = (
             state["log_bytes"], state["best"], state["evaluation_due"])
 
@@ -142,10 +145,10 @@ class Run:
         before = {number: signal.signal(number, self.ask_to_stop) for number in numbers}
         try:
             if self.due:      # the run was stopped before this evaluation, or in it
-                self.evaluate(self.first)
+                self.evaluate(self.start_step)
             with common.progress_bar(
-                    range(self.first, self.stop_step), self.args.stage, self.stop_step,
-                    initial=self.first, unit="step") as bar:
+                    range(self.start_step, self.stop_step), self.args.stage, self.stop_step,
+                    initial=self.start_step, unit="step") as bar:
                 for step in bar:
                     yield step
                     shown = self.last_line | self.best_scores
@@ -188,7 +191,7 @@ class Run:
         if self.timed_step is None:      # the first step compiles, so its time does not count
             self.start_clock(done)
         scheduled = done % self.save_every == 0 or done == self.total
-        saves = scheduled or done % self.epoch_steps == 0 or done == self.stop_step
+        saves = scheduled or done % self.last_every == 0 or done == self.stop_step
         if not saves and done % LOG_EVERY:
             return False
         stops = self.log_means(done, lr)
@@ -210,8 +213,8 @@ class Run:
         """
         scores = self.measure()
         self.due = False
-        first = next(iter(scores))
-        if scores[first] > self.best_scores.get(first, -1.0):
+        deciding = next(iter(scores))
+        if scores[deciding] > self.best_scores.get(deciding, -1.0):
             self.best_scores = scores
             self.save("best.pt", done, "model")
         self.write_line({"step": done, "epoch": done / self.epoch_steps} | scores)
@@ -220,15 +223,15 @@ class Run:
 
     def report(self, done: int, stops: bool):
         """Prints the run's last line. slurm.sh looks for "stopped by" in it."""
-        said = [f"{self.folder}: step {done} of {self.total}",
+        words = [f"{self.folder}: step {done} of {self.total}",
                 "{images_per_second:.0f} images/s, {loader_wait:.0%} of the time waiting for data"
                 .format(**self.last_line)]
         if self.best_scores:
-            said.append(f"best evaluation: {percent(self.best_scores)}")
+            words.append(f"best evaluation: {percent(self.best_scores)}")
         if stops and (done < self.stop_step or self.due):
             name = signal.Signals(self.stop_signal).name if self.stop_signal else "a signal"
-            said.append(f"stopped by {name}; the same command resumes")
-        note("; ".join(said), sys.stdout)
+            words.append(f"stopped by {name}; the same command resumes")
+        note("; ".join(words), sys.stdout)
 
     # ---------------------------------------------------------------- log and checkpoints
 

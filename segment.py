@@ -57,7 +57,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 # --------------------------------------------------------------------------------- data
 
-class Scenes(data.Photos):
+class Scenes(data.ImageFiles):
     """Images in ADE20K's layout: ROOT/images/SPLIT/NAME.jpg and ROOT/annotations/SPLIT/NAME.png.
 
     `annotation(index)` is uint8 [H, W], the class of each pixel, counted from 1; 0 is ignored. With
@@ -207,7 +207,7 @@ def conv(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
     return nn.Sequential(layer, nn.BatchNorm2d(outputs), nn.ReLU())
 
 
-def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
+def upsample(x: Tensor, size: tuple[int, int]) -> Tensor:
     return F.interpolate(x, size=tuple(size), mode="bilinear")
 
 
@@ -241,13 +241,13 @@ class UperNet(nn.Module):
         auxiliary = self.auxiliary(maps[2])
         maps = [stride(x) for stride, x in zip(self.strides, maps)]
         deepest = maps[3]
-        pooled = [resize(level(deepest), deepest.shape[2:]) for level in self.pyramid]
+        pooled = [upsample(level(deepest), deepest.shape[2:]) for level in self.pyramid]
         top = self.bottleneck(torch.cat([deepest, *pooled], dim=1))
         levels = [lateral(x) for lateral, x in zip(self.lateral, maps[:3])] + [top]
         for i in (2, 1, 0):      # from the top down
-            levels[i] = levels[i] + resize(levels[i + 1], levels[i].shape[2:])
+            levels[i] = levels[i] + upsample(levels[i + 1], levels[i].shape[2:])
         levels = [output(x) for output, x in zip(self.output, levels)] + [top]
-        levels = [resize(x, levels[0].shape[2:]) for x in levels]
+        levels = [upsample(x, levels[0].shape[2:]) for x in levels]
         return self.classify(self.fuse(torch.cat(levels, dim=1))), auxiliary
 
 
@@ -303,7 +303,7 @@ def confusion(predicted: Tensor, annotation: Tensor, classes: int) -> Tensor:
     return pairs.flatten().bincount(minlength=(1 + classes) * classes).view(1 + classes, classes)
 
 
-def scores(matrix: Tensor) -> dict[str, float]:
+def score(matrix: Tensor) -> dict[str, float]:
     """Returns mIoU, mean class accuracy and pixel accuracy, in percent.
 
     matrix [C, C]: number of pixels by true and predicted class. Means skip classes without a value.
@@ -316,9 +316,9 @@ def scores(matrix: Tensor) -> dict[str, float]:
             "pixel_accuracy": 100 * (hit.sum() / matrix.sum()).item()}
 
 
-def measure(model: Segmenter, views: EvalScenes, args, process: common.Process
+def evaluate_scenes(model: Segmenter, views: EvalScenes, args, process: common.Process
             ) -> dict[str, float]:
-    """Computes `scores` by sliding windows, over all of `views` and all processes.
+    """Computes `score` by sliding windows, over all of `views` and all processes.
 
     Prints how many pixels are unlabeled and how many classes never occur, because neither counts in
     the scores. Raises UserError if no pixel is labeled.
@@ -329,9 +329,9 @@ def measure(model: Segmenter, views: EvalScenes, args, process: common.Process
     for batch in data.eval_batches(views, 1, args, process):
         annotation = batch["annotation"][0]
         with process.autocast():
-            logits = sliding_window(lambda x: resize(model(x)[0].float(), (crop, crop)),
+            logits = sliding_window(lambda x: upsample(model(x)[0].float(), (crop, crop)),
                                     batch["image"] / 255, classes, crop, stride)
-        predicted = resize(logits, annotation.shape)[0].argmax(0)                  # [H, W]
+        predicted = upsample(logits, annotation.shape)[0].argmax(0)                  # [H, W]
         matrix += confusion(predicted, annotation, classes)
     matrix = process.sum(matrix)
     pixels = matrix.sum(1)      # pixels of each true class, [1 + C]; 0 is unlabeled
@@ -342,7 +342,7 @@ def measure(model: Segmenter, views: EvalScenes, args, process: common.Process
     if unlabeled or absent:
         common.note(f"val: {unlabeled:.1%} of the pixels are unlabeled, and {absent} of {classes} "
                    "classes never occur")
-    return scores(matrix[1:])
+    return score(matrix[1:])
 
 
 def main(args) -> dict[str, float]:
@@ -378,7 +378,7 @@ def main(args) -> dict[str, float]:
             outputs = model(batch["image"] / 255)
         # the mean is over all pixels, labeled or not, as in mmsegmentation
         main_loss, auxiliary = (
-            F.cross_entropy(resize(logits.float(), target.shape[1:]), target, ignore_index=-1,
+            F.cross_entropy(upsample(logits.float(), target.shape[1:]), target, ignore_index=-1,
                             reduction="none").mean()
             for logits in outputs)
         loss = main_loss + AUXILIARY_WEIGHT * auxiliary
@@ -387,7 +387,7 @@ def main(args) -> dict[str, float]:
     val_views = EvalScenes(val, crop, classes)
 
     def evaluate() -> dict[str, float]:
-        return measure(segmenter, val_views, args, process)
+        return evaluate_scenes(segmenter, val_views, args, process)
 
     return supervised.fit(args, process, segmenter, TrainScenes(scenes, crop, classes, args.seed),
                           compute_loss, evaluate, title=f"UperNet on {args.checkpoint}",

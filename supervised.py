@@ -1,4 +1,4 @@
-"""The training loop of finetuning, probes and segmentation, and the code that two of them share."""
+"""The training loop of linprobe.py, finetune.py and segment.py, and what these share."""
 
 import random
 
@@ -140,14 +140,14 @@ def apply_recipe(args, encoder: ViT):
 class LinearHead(nn.Linear):
     """A linear layer on [CLS] or the mean patch token: tokens [B, 1 + N, D] -> logits [B, C]"""
 
-    def __init__(self, dim: int, classes: int, pool: str = "cls", std: float = 0.02):
+    def __init__(self, dim: int, classes: int, pooling: str = "cls", std: float = 0.02):
         super().__init__(dim, classes)
-        self.pool = pool
+        self.pooling = pooling
         nn.init.trunc_normal_(self.weight, std=std)
         nn.init.zeros_(self.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(pool(tokens, self.pool))
+        return super().forward(pool(tokens, self.pooling))
 
 
 def accuracy(model: nn.Module, views: data.CenterViews, args, process: common.Process
@@ -233,9 +233,9 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
     optimizer = optim.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
     run = Run(args, process, steps=steps, epoch_steps=epoch_steps, images=len(views),
               measure=measure, model=model, optimizer=optimizer, **run)
-    first = run.resume()
+    start = run.resume()
     parallel = process.parallel(model.train())
-    batches = run.timed(data.train_batches(views, args, process, micro_steps, first,
+    batches = run.timed(data.train_batches(views, args, process, micro_steps, start,
                                            run.stop_step))
 
     for step in run.steps():

@@ -11,6 +11,7 @@ import copy
 import errno
 import functools
 import gc
+import io
 import itertools
 import json
 import math
@@ -34,7 +35,7 @@ import zlib
 from collections import namedtuple
 from importlib import metadata
 from pathlib import Path
-from unittest.mock import MagicMock, Mock, call
+from unittest.mock import Mock, call
 
 os.environ["HF_HUB_OFFLINE"] = "1"        # a test that would download fails at once
 os.environ["OMP_NUM_THREADS"] = "1"       # in processes that tests start, too
@@ -69,7 +70,8 @@ import run
 import segment
 import supervised
 from encoders import build_frozen
-from experiments import compare, control, control_tables, measures, results
+from experiments import compare, measures, photos_tables, results
+from experiments import photos as photos_experiment
 from shapes import Shapes
 
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
@@ -807,7 +809,7 @@ def gradnorm_weights(*steps, alpha=1.0):
         for change in (-1.0, 0.25, 0.75):
             gradnorm.observe((1 + change / 2) * values + (gradients + change) @ shared[0])
         gradnorm.update()
-    assert gradnorm.state_dict().keys() == {"weights", "first"}      # what resuming needs
+    assert gradnorm.state_dict().keys() == {"weights", "initial"}      # what resuming needs
     return gradnorm(0).tolist()
 
 
@@ -1446,7 +1448,7 @@ def break_image(path):
 
 def test_a_png_is_a_png_whatever_its_name_and_the_bytes_of_its_name(tmp_path):
     write_images(tmp_path, "x.JPEG", os.fsdecode(b"\xff.png"))
-    for image, _ in data.Photos(str(tmp_path), "no image"):
+    for image, _ in data.ImageFiles(str(tmp_path), "no image"):
         assert (image.permute(1, 2, 0).numpy() == PICTURE).all()
 
 
@@ -1657,7 +1659,7 @@ def loading(workers=2, **flags):
 def test_in_training_a_broken_image_is_named_once_and_the_next_one_takes_its_place(
         photos, tmp_path, capsys):
     folder = shutil.copytree(Path(photos, "train"), tmp_path / "train")
-    views = data.TrainViews(data.Photos(str(folder), "no image"), 32, 7, 4, 0.4)
+    views = data.TrainViews(data.ImageFiles(str(folder), "no image"), 32, 7, 4, 0.4)
     places = {5: 5, 6: 8, 7: 8, 31: 0}      # two in a row are broken, and the last of all
     broken = [break_image(views.dataset.path(index)) for index in (6, 7, 31)]
     data.print_once.cache_clear()      # an earlier test's file may have had the same path
@@ -1692,7 +1694,8 @@ def test_a_hundred_broken_images_in_a_row_or_a_whole_set_are_a_disk_that_is_gone
 @pytest.mark.parametrize("workers", (0, 1))
 def test_a_broken_image_ends_an_evaluation_with_one_line(photos, tmp_path, monkeypatch, workers):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
-    images = data.Photos(str(shutil.copytree(Path(photos, "val"), tmp_path / "val")), "no image")
+    folder = shutil.copytree(Path(photos, "val"), tmp_path / "val")
+    images = data.ImageFiles(str(folder), "no image")
     path = break_image(images.path(3))
     with pytest.raises(common.UserError) as caught:
         list(data.eval_batches(data.CenterViews(images, 32), 8, *loading(workers)))
@@ -1732,14 +1735,14 @@ def test_loaders_can_be_new_processes(photos, kind):
                               labels=kind != "photos")
     for views, key in ((data.TrainViews(images, 32, 42, 4, 0.4), (1, 3)),
                        (data.CenterViews(images, 32), 3)):
-        copy = pickle.loads(pickle.dumps((views, data.shield, TF.pil_to_tensor)))[0]
+        copy = pickle.loads(pickle.dumps((views, data.ignore_signals, TF.pil_to_tensor)))[0]
         torch.testing.assert_close(copy[key], views[key], rtol=0, atol=0)
 
 
 # --------------------------------------------------------------------------------- views
 
 def test_a_view_is_a_crop_by_seed_epoch_and_index_a_flip_and_jitter(photos):
-    views = data.TrainViews(data.Folder(photos, "train"), 32, 42, 14, 0.4)
+    views = data.TrainViews(data.ClassFolders(photos, "train"), 32, 42, 14, 0.4)
     image, label = views.dataset[5]
     crop = data.random_crop(np.random.default_rng((3, 42, 1, 5)), *image.shape[1:], (0.2, 1.0))
     image = TF.resized_crop(image, *crop, [32, 32], TF.InterpolationMode.BICUBIC, antialias=True)
@@ -1841,6 +1844,17 @@ def test_a_users_error_is_one_line_and_exit_code_2_and_others_are_raised(monkeyp
     for error in (ZeroDivisionError, RuntimeError):
         with pytest.raises(error):
             common.launch(Mock(side_effect=error), None)
+
+
+def test_an_error_of_a_file_is_one_line_that_names_it_unless_memory_is_missing():
+    for error, said in ((OSError(errno.ENOENT, "No such file"), "x: No such file"),
+                        (RuntimeError("two\nlines"), "x: two lines"), (KeyError(), "x: KeyError"),
+                        (common.UserError("y: mine"), "y: mine")):
+        with pytest.raises(common.UserError) as caught, common.naming("x"):
+            raise error
+        assert str(caught.value) == said
+    with pytest.raises(torch.OutOfMemoryError), common.naming("x"):
+        raise torch.OutOfMemoryError
 
 
 @pytest.mark.parametrize("flag, precision", (
@@ -2249,7 +2263,7 @@ def test_two_processes_equal_a_plain_loop_over_the_images_of_both(stage, tmp_pat
     plain = plain_pretraining(pretrain.parse_args(argv), world=2)
     state, log = read_run(tmp_path / "run")
     plain.equals(state, log)
-    assert torch.allclose(state["balance"]["first"], plain.first)
+    assert torch.allclose(state["balance"]["initial"], plain.first)
 
 
 # ------------------------------------------- finetuning, probes, segmentation: plain loops
@@ -2507,7 +2521,7 @@ def test_a_run_stopped_by_a_signal_is_the_run_that_was_never_stopped(
     monkeypatch.setattr(run, "LOG_EVERY", 3)
     with monkeypatch.context() as patch:
         at_step(patch, 1, lambda: signal.raise_signal(number))
-        assert play(name, argv)[1]["step"] == (2 if name == "segment" else 3)  # an epoch, a line
+        assert play(name, argv)[1]["step"] == 3
     assert f"stopped by {number.name}" in capsys.readouterr().out
     play(name, [*argv, "--max-steps", "5", "--workers", "1"])
     _, parts, log = play(name, argv)
@@ -3021,6 +3035,23 @@ def test_in_each_path_the_tilde_is_the_home_folder(monkeypatch):
     assert opened.call_args.args[1] == "/home/me/a"
 
 
+@pytest.mark.parametrize("name, words, images", (
+    ("pretrain", "vit_nano with 2 experts, taught by {teacher},", 32),
+    ("finetune", "{encoder}", 32), ("scratch", "vit_nano from scratch", 32),
+    ("linear", "linear probe of {encoder}", 32),
+    ("ep", "ep probe of {encoder}", 32), ("segment", "UperNet on {encoder}", 8)))
+def test_the_first_line_of_a_run_says_which_model_it_trains_and_the_last_how_fast(
+        stage, capsys, tmp_path, teacher, encoder, name, words, images):
+    scratch = name == "scratch"
+    script = "finetune" if scratch else name
+    play(script, stage(script, "--max-steps 1" + " --model vit_nano --image-size 32 --patch-size 8"
+                       * scratch)[scratch:])
+    first, *_, last = capsys.readouterr().out.splitlines()
+    words = words.format(teacher=teacher, encoder=encoder)
+    assert first.startswith(f"{tmp_path}/run: {words} on {images} images, from step 0 of 8")
+    assert re.fullmatch(f"{tmp_path}/run: step 1 of 8; .* images/s, .* waiting for data", last)
+
+
 def test_flags_that_say_where_how_fast_or_how_long_may_change(stage, photos, monkeypatch, tmp_path):
     before = {*threading.enumerate()}
     train(stage("pretrain", "--max-steps 1"))
@@ -3422,7 +3453,7 @@ def test_knn_votes_on_what_timm_pools_of_normalized_images(photos, encoder, tmp_
     calls = spy(monkeypatch, knn, "classify")
     flags = ["-k", "7", "--temperature", "0.05", "--out", str(tmp_path), "--pool", pool, *QUICK]
     accuracy, = knn.main(knn.parse_args([encoder, "--data", photos, *flags]))
-    val, bank = (data.Folder(photos, split) for split in ("val", "train"))
+    val, bank = (data.ClassFolders(photos, split) for split in ("val", "train"))
     for images, features in zip((val, bank), calls[0].args):
         views = torch.stack([data.center_view(image, 32) for image, _ in images]) / 255
         tokens, _ = vit(normalized(views))
@@ -3484,12 +3515,14 @@ def test_without_data_knn_measures_on_what_the_first_encoder_was_trained_on(
         assert row["data"] == seen
 
 
-def test_a_row_that_stdout_cannot_show_is_kept_and_shown_in_part(stage, encoder, photos, tmp_path):
+def test_a_row_that_stdout_cannot_show_is_kept_and_shown_in_part(stage, encoder, monkeypatch,
+                                                                 tmp_path):
     path = str(shutil.copy(encoder, tmp_path / "ü.pt"))
     argv = stage("knn")
-    code, out, error = finish(start("knn.py", path, *argv[1:], PYTHONIOENCODING="ascii:strict",
-                                    PYTHONUTF8="0"))
-    assert code == 0, error
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii", "strict"))
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    common.launch(knn.main, knn.parse_args([path, *argv[1:]]))
+    out = sys.stdout.buffer.getvalue().decode()
     row, = (json.loads(line) for line in (tmp_path / "run" / "knn.jsonl").read_text().splitlines())
     assert row["encoder"] == path and f"{row['top1']:6.2f}%" in out and "?.pt" in out
 
@@ -3628,7 +3661,7 @@ def test_scores_of_a_hand_counted_case():
     predicted = torch.tensor([[0, 0, 1, 1], [1, 0, 4, 2], [3, 3, 3, 0]])
     matrix = segment.confusion(predicted, annotation.byte(), 5)
     assert matrix[0].tolist() == [0, 0, 1, 0, 1]
-    assert segment.scores(matrix[1:]) == pytest.approx({      # of classes 1, 2 and 4
+    assert segment.score(matrix[1:]) == pytest.approx({      # of classes 1, 2 and 4
         "miou": 100 * (2 / 5 + 2 / 4 + 3 / 4) / 3, "pixel_accuracy": 70,
         "mean_accuracy": 100 * (2 / 3 + 2 / 3 + 3 / 4) / 3})
 
@@ -3658,7 +3691,7 @@ def test_an_evaluation_says_what_is_not_labeled(monkeypatch):
     views = segment.EvalScenes(scene, 40, 9)
 
     def evaluate():
-        segment.measure(lambda images: [images.new_zeros(1, 9, 2, 2)], views,
+        segment.evaluate_scenes(lambda images: [images.new_zeros(1, 9, 2, 2)], views,
                          *loading(0, data="scenes"))
     scene.shade[:15] = 0
     evaluate()
@@ -3890,10 +3923,10 @@ def show(*argv):
 
 @torch.no_grad()
 def test_routing_json_equals_numpy_on_the_same_weights(write_student, teacher, monkeypatch):
-    monkeypatch.setattr(analyze, "TOKENS", 60)
+    monkeypatch.setattr(analyze, "SAMPLED_TOKENS", 60)
     path = write_student("one")
     args = analyze.parse_args([path, *FIVE, "--batch-size", "2", "--block", "1"])
-    measured = analyze.measure(path, args, common.Process(args))
+    measured = analyze.analyze_checkpoint(path, args, common.Process(args))
     numbers = measured["numbers"]
 
     rng = np.random.default_rng(3)
@@ -3949,10 +3982,18 @@ def test_each_checkpoint_in_turn_has_its_loss_block_and_with_its_teacher_a_corre
 
 def test_heatmaps_show_each_experts_weights_over_each_image(write_student, drawn):
     path = write_student("one $x$")
-    show(path, write_student("other", scale=9.0))
+    other = write_student("other", scale=9.0)
+    show(path, other)
     args = analyze.parse_args([path, *FIVE])
-    one = analyze.measure(path, args, common.Process(args))
-    axes = np.array(drawn["heatmaps.png"].axes[:35]).reshape(7, 5)      # images, 2 x 3 experts
+    one, last = (analyze.analyze_checkpoint(each, args, common.Process(args))
+                 for each in (path, other))
+    # images, 2 x 3 experts, losses
+    axes = np.array(drawn["heatmaps.png"].axes[:40]).reshape(8, 5)
+    for column, axis in enumerate(axes[7]):
+        losses = axis.images[1]
+        assert np.array_equal(losses.get_array(), last["losses"][column].view(4, 4))
+        assert losses.get_clim() == (last["losses"].min(), last["losses"].max())
+    axes = axes[:7]
     for column, image in enumerate(one["images"].permute(0, 2, 3, 1).numpy()):
         assert np.array_equal(axes[0, column].images[0].get_array(), image)
         for expert in range(3):
@@ -3975,7 +4016,7 @@ def test_heatmaps_show_each_experts_weights_over_each_image(write_student, drawn
 def test_a_single_image_stands_beside_its_heatmaps(write_student, drawn):
     analyze.main(analyze.parse_args([write_student("one"), *FIVE, "--images", "1"]))
     image, *maps, bar = drawn["heatmaps.png"].axes
-    assert len(maps) == 3 and all(len(axis.images) == 2 for axis in maps)
+    assert len(maps) == 4 and all(len(axis.images) == 2 for axis in maps)
     drawn["heatmaps.png"].draw_without_rendering()
     places = [axis.get_position() for axis in (image, *maps, bar)]
     assert all(left.x1 <= right.x0 for left, right in zip(places, places[1:]))
@@ -3985,7 +4026,7 @@ def test_a_single_image_stands_beside_its_heatmaps(write_student, drawn):
 def test_a_picture_says_if_the_loss_had_other_weights(write_student, drawn, capsys):
     for kind, said in (("uniform", 2), ("combine", 2), ("dispatch", 0)):
         numbers, = show(write_student(kind, loss_weights=kind))
-        title, = filter(None, (axis.get_title() for axis in drawn["heatmaps.png"].axes))
+        title, _ = filter(None, (axis.get_title() for axis in drawn["heatmaps.png"].axes))
         assert numbers["loss_weights"] == kind
         text = f"(the loss had {kind} weights)"
         assert (title + capsys.readouterr().out).count(text) == said
@@ -4140,269 +4181,168 @@ def test_plot_says_in_one_line_what_it_misses(write_run, tmp_path, capsys):
 # ---------------------------------------------------------------------------- experiments
 
 @pytest.fixture
-def toy_control(monkeypatch, tmp_path):
-    """The control at toy size, with a teacher that is not trained, and own routers whose weights
-    are far from uniform -> its flags
-    """
-    monkeypatch.setattr(control, "SETS", {"shapes-noise": ("shapes-noise", "noise", 24, 4, 1)})
-    monkeypatch.setattr(control, "SERIES", {1: {"shapes-noise": control.ARMS}})
-    monkeypatch.setattr(control, "IMAGES", 36)
-    monkeypatch.setattr(control, "RUN", [*control.RUN, "--batch-size", "16",
-                                         "--warmup-epochs", "0"])
-
-    def few(source, split, size):
-        dataset = Shapes(split, size, noise=True)
-        dataset.length = {"train": 41, "val": 23}[split]
-        return dataset
-    monkeypatch.setattr(data, "open_images", few)
-
-    def pretend(command, check, env):
-        args = finetune.parse_args([str(word) for word in command[2:]])
-        if Path(args.out).exists():      # a run that is complete
-            return
-        Path(args.out).mkdir()
-        write_checkpoint(f"{args.out}/last.pt", image_size=24, patch_size=4)
-        Path(args.out, "log.jsonl").write_text('{"step": 1, "top1": 50.0}\n')
-    monkeypatch.setattr(control, "subprocess", Mock(run=pretend))
-    train = control.train
-
-    def uneven(*args):
-        students = train(*args)
-        for arm in students.keys() & {"own-detached", "own-target"}:
-            students[arm].own[3].weight.data *= 8
-        return students
-    monkeypatch.setattr(control, "train", uneven)
-    return ["--seeds", "3", "--teachers", f"{tmp_path}/teacher", "--out", f"{tmp_path}/rows.jsonl"]
+def photo_cache(tmp_path, monkeypatch):
+    """What photos.py prepares, of few drawn images and a small teacher with random weights"""
+    import timm
+    torch.manual_seed(0)
+    theirs = timm.create_model("test_efficientnet")
+    monkeypatch.setattr(photos_experiment, "write_teacher", lambda folder: timm.models.save_for_hf(
+        theirs, folder, safe_serialization=True))
+    monkeypatch.setattr(photos_experiment, "COUNTS", {"train": 140, "val": 30})
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    photos_experiment.main(photos_experiment.parse_args(
+        ["prepare", "--data", "shapes", "--cache", str(tmp_path / "cache")]))
+    return tmp_path / "cache"
 
 
-def entering(encoder, images, ids_keep):
-    """What enters the last MoE of vit_nano, [B, T, 96]"""
-    *blocks, last = encoder.blocks
-    x = encoder.embed(images, ids_keep)
-    for block in blocks:
-        x, _ = block(x)
-    return last.norm2(x + last.ls1(last.attn(last.norm1(x))))
+def test_cached_tokens_are_the_teachers_without_the_margin(photo_cache):
+    bank, test = photos_experiment.open_cache(photo_cache, 70)
+    assert len(bank["images"]) == 70 and len(test["images"]) == 30
+    teacher = build_frozen(f"timm/local-dir:{photo_cache / 'teacher'}", 10)
+    for i in (0, 69):
+        image, label = Shapes("train", 32)[2 * i * 4096 // 140]
+        assert np.array_equal(bank["images"][i], image) and bank["labels"][i] == label
+        large = F.interpolate(image[None] / 255, 256, mode="bicubic", antialias=True)[0]
+        margin = np.pad(large, ((0, 0), (32, 32), (32, 32)), mode="reflect")
+        tokens = teacher(torch.from_numpy(margin)[None])[0, 1:]
+        inside = torch.stack([tokens[10 * y + x] for y in range(1, 9) for x in range(1, 9)])
+        torch.testing.assert_close(torch.from_numpy(bank["tokens"][i]).float(), inside, rtol=1e-3,
+                                   atol=1e-3)
 
 
-@torch.no_grad()
-def plain_patches(student, teacher, views):
-    """-> [(image, token loss, the router's share of the weight, whether it is noise)] of the
-    visible patches of a "routed" or "own-detached" student, image by image
-    """
-    found = []
-    for i in range(len(views)):
-        view = views[0, i]
-        images = data.augment({name: torch.as_tensor(value)[None] for name, value in view.items()})
-        visible = [j for j in range(36) if not view["mask"][j]]
-        pred = student.model(normalized(images), None, torch.tensor([visible]))
-        cost = huber(pred.tokens[0, 1:], teacher(images)[0, 1:][visible])
-        weights = pred.routing[3].dispatch[0, 1:, 0]
-        if student.arm == "own-detached":
-            x = entering(student.encoder, normalized(images), pred.ids_keep)
-            weights = student.own[:4](x)[0, :, 0].softmax(0)[1:]
-        for loss, weight, j in zip(cost, weights / weights.sum(), visible):
-            found.append((i, loss.item(), weight.item(), bool(view["noise"][j])))
-    return found
+def test_a_batch_of_the_experiment_flips_images_with_their_tokens(photo_cache):
+    bank, _ = photos_experiment.open_cache(photo_cache, 70)
+    index = np.array([5, 3, 60, 41, 17, 28])
+    images, targets, mask, ids_keep = photos_experiment.read_batch(
+        bank, np.random.default_rng(1), index)
+    flipped = []
+    for b, i in enumerate(sorted(index)):
+        image, tokens = torch.from_numpy(bank["images"][i]) / 255, bank["tokens"][i]
+        flipped.append(torch.equal(images[b], image.flip(2)))
+        assert flipped[-1] or torch.equal(images[b], image)
+        for y, x in itertools.product(range(8), range(8)):
+            at = 8 * y + (7 - x if flipped[-1] else x)
+            assert np.array_equal(targets[b, 1 + 8 * y + x], tokens[at].astype(np.float32))
+        assert torch.allclose(targets[b, 0], targets[b, 1:].mean(0), atol=1e-6)
+        assert mask[b].sum() == 25 and ids_keep[b].tolist() == (~mask[b]).nonzero()[:, 0].tolist()
+    assert 0 < sum(flipped) < 6
 
 
-@torch.no_grad()
-def plain_knn(encoder, known, queries):
-    """-> the accuracy of mean patches, image by image"""
-    def feature(image):
-        tokens, _ = encoder(normalized(data.center_view(image, 24)[None] / 255))
-        return F.normalize(tokens[0, 1:].mean(0), dim=0)
-    bank, right = torch.stack([feature(image) for image, _ in known]), 0
-    for image, label in queries:
-        votes = torch.zeros(10)
-        for cosine, at in zip(*(bank @ feature(image)).topk(20)):
-            votes[known[at][1]] += (cosine / 0.07).exp()
-        right += votes.argmax().item() == label
-    return 100 * right / len(queries)
+def test_each_arm_of_the_experiment_is_a_row_that_is_trained_once(photo_cache, tmp_path,
+                                                                   monkeypatch):
+    """`fixed` has the mean weights that the positions of the tuning seeds' routed students have."""
+    trained = spy(monkeypatch, photos_experiment, "train")
+    argv = ["train", "--cache", str(photo_cache), "--rows", str(tmp_path / "rows.jsonl"),
+            "--epochs", "2", "--images", "140"]
+    for words in ("--arms routed --seeds 0 1 2", "--seeds 3", "--seeds 3"):
+        photos_experiment.main(photos_experiment.parse_args([*argv, *words.split()]))
+    rows = run.read_lines(tmp_path / "rows.jsonl")
+    assert [row["arm"] for row in rows] == ["routed"] * 3 + list(photos_experiment.ARMS)
+    assert len(trained) == len(rows)
+    for call_, row in zip(trained, rows):
+        positions = call_.args[4]
+        if row["arm"] == "fixed":
+            expected = np.mean([each["positions"] for each in rows[:3]], axis=0)
+            assert np.allclose(positions, expected)
+        else:
+            assert positions is None
+        assert row == row | call_.args[0] and 0 <= row["probe"] <= 100 and 0 <= row["knn"] <= 100
+        assert ("positions" in row) == (row["seed"] < 3)
 
 
-def test_each_arm_of_the_control_is_a_row_with_its_losses_on_clean_patches(toy_control,
-                                                                           monkeypatch):
-    observed, planting = (spy(monkeypatch, control, name) for name in ("observe", "Planting"))
-    options = control.parse_args(toy_control)
-    control.main(options)
-    rows = control.read_rows(options.out)
-    for how, _, views, seed, _ in (each.args for each in planting):
-        assert (how, views.seed, seed) == ("noise", 3, 3)
-    assert [row["arm"] for row in rows] == list(control.ARMS)
-    assert len({(row["loss"], row["loss_lookalikes"], row["loss_others"])
-                for row in rows if row["arm"] != "router-only"}) == len(rows) - 1
-    students = {each.args[0].arm: each.args[0] for each in observed}
-    control.main(options)      # which has nothing left to do
-    assert control.read_rows(options.out) == rows
-    some = [row for row in rows if row["arm"] not in ("copied", "detached")]
-    options.out.write_text("".join(f"{json.dumps(row)}\n" for row in some))
-    control.main(options)      # which trains these two alone, and what they need
-    by_arm = sorted(rows, key=lambda row: row["arm"])
-    assert sorted(control.read_rows(options.out), key=lambda row: row["arm"]) == by_arm
+def test_the_experiments_arms_differ_as_they_say(photo_cache):
+    """Equal weights at all positions are no weights, and a router's rate is its own."""
+    bank, _ = photos_experiment.open_cache(photo_cache, 140)
 
-    teacher = build_frozen(f"{options.teachers}-shapes-noise-3/last.pt")
-    views = control.Views(False, control.Cached("shapes-noise", "val", 24, 1024), 24, 0, 6, 0.4)
-    patches = {arm: plain_patches(student, teacher, views) for arm, student in students.items()}
-    mean = {i: np.mean([weight for image, _, weight, noise in patches["own-detached"]
-                        if image == i and not noise]) for i in range(23)}
-    alike = [weight < mean[i] / 2 and not noise
-             for i, _, weight, noise in patches["own-detached"]]
-    assert 10 < sum(alike) < len(alike) / 2
-    for row in rows:      # the same patches for all
-        clean = [(loss, like) for (_, loss, _, noise), like in zip(patches[row["arm"]], alike)
-                 if not noise]
-        assert row["loss"] == pytest.approx(np.mean([loss for loss, _ in clean]), rel=1e-4)
-        assert row["loss_lookalikes"] == pytest.approx(
-            np.mean([loss for loss, like in clean if like]), rel=1e-4)
-        assert row["loss_others"] == pytest.approx(
-            np.mean([loss for loss, like in clean if not like]), rel=1e-4)
-        assert row["lookalikes"] == pytest.approx(sum(alike) / len(clean), rel=1e-4)
-        if row["arm"] in ("routed", "own-detached"):
-            weights = {True: [], False: []}
-            for _, _, weight, noise in patches[row["arm"]]:
-                weights[noise].append(weight)
-            assert row["planted_weight"] == pytest.approx(
-                np.mean(weights[True]) / np.mean(weights[False]), rel=1e-4)
-
-    known, queries = Shapes("train", 24, noise=True), Shapes("val", 24, noise=True)
-    known, queries = [known[i * 41 // 36] for i in range(36)], [queries[i] for i in range(23)]
-    for row in rows:
-        top1 = plain_knn(students[row["arm"]].encoder, known, queries)
-        assert row["knn"] == pytest.approx(top1, rel=1e-4)
+    def train(arm, positions=None, **setting):
+        setting = photos_experiment.DEFAULTS | photos_experiment.ARMS[arm] | setting
+        return photos_experiment.train(setting, bank, 1, 5, positions)[0].state_dict()
+    uniform, router = train("uniform"), "encoder.blocks.3.mlp.router.phi"
+    same = train("fixed", torch.full((64,), 0.3))
+    torch.testing.assert_close(same, uniform)
+    other = train("fixed", torch.linspace(0.5, 1.5, 64))
+    assert not torch.allclose(other["head.weight"], uniform["head.weight"], atol=1e-5)
+    torch.manual_seed(5)
+    start = model.build_vit("vit_nano", image_size=32, patch_size=4, experts=2).state_dict()
+    moved = [(train("uniform", router_rate=rate)[router] - start[router[8:]]).abs().mean()
+             for rate in (1.0, 10.0)]
+    assert moved[1] > 5 * moved[0]
+    for one, two in itertools.combinations(("uniform", "uniform, w_cls 1.6", "detached", "routed",
+                                            "routed, lambda 5"), 2):
+        assert not all(torch.equal(x, y) for x, y in zip(train(one).values(),
+                                                         train(two).values())), (one, two)
 
 
-def test_the_control_trains_what_is_short_first_and_seed_by_seed(monkeypatch):
-    groups = []
-    monkeypatch.setattr(control, "run_series", lambda options, *group: groups.append(group))
-    control.main(control.parse_args([]))
-    keys = [(epochs, seed) for _, epochs, seed in groups]
-    assert keys == sorted(keys) and len(set(groups)) == len(groups) == 3 * (6 + 5 + 3)
-    for name, epochs, _ in groups:
-        assert "own-detached" in control.SERIES[epochs][name]      # which look-alikes need
-    groups.clear()
-    control.main(control.parse_args("--sets cifar10-flat --epochs 24 8 --seeds 1".split()))
-    assert groups == [("cifar10-flat", 24, 1), ("cifar10-flat", 8, 1)]
+def test_the_closed_form_probe_is_ridge_regression_with_a_held_out_penalty():
+    rng = np.random.default_rng(2)
+    y = rng.integers(3, size=61)
+    x = (rng.normal(size=(61, 20)) + 1.2 * np.eye(3, 20)[y]) * rng.uniform(1, 9, 20) + 4
+    queries = rng.normal(size=(50, 20)) * 5 + 4
+    z, q = ((each - x.mean(0)) / x.std(0, ddof=1) for each in (x, queries))
+    z, q = (np.column_stack([each, np.ones(len(each))]) for each in (z, q))
+
+    def solve(z, y, penalty):      # as least squares with more rows
+        more = np.sqrt(penalty * len(z)) * np.eye(21)
+        target = np.vstack([np.eye(3)[y], np.zeros((21, 3))])
+        return np.linalg.lstsq(np.vstack([z, more]), target, rcond=None)[0]
+    held = np.arange(61) % 4 == 0
+    right = {penalty: ((z[held] @ solve(z[~held], y[~held], penalty)).argmax(1) == y[held]).sum()
+             for penalty in (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)}
+    assert len(set(right.values())) > 1
+    expected = (q @ solve(z, y, max(right, key=right.get))).argmax(1)
+    found = measures.probe(*map(torch.from_numpy, (x, y, queries)), 3)
+    assert np.array_equal(found, expected)
 
 
-@pytest.mark.parametrize("blocks", [False, True])
-def test_planted_patches_are_noise_and_in_blocks_no_other_patch_has_any(blocks):
-    noisy, plain = Shapes("train", 24, noise=True), Shapes("train", 24)
-    cached = control.Cached("shapes-noise", "train", 24, 40)
-    at = [i * 4096 // 40 for i in range(40)]
-    where = [((noisy[i][0] != plain[i][0]).any(0).expand(3, -1, -1).byte() * 255, 0) for i in at]
-    sets = [cached, [noisy[i] for i in at], [plain[i] for i in at], where]
-    views = [control.Views(blocks, cached, 24, 5, 6, 0.4)]
-    views += [data.TrainViews(each, 24, 5, 6, 0.4) for each in sets[1:]]
-    flips, planted, partly, fresh = set(), 0, 0, []
-    for key in itertools.product(range(2), range(40)):
-        view = views[0][key]
-        flips.add(view["flip"])
-        seen, full, empty, share = (data.augment({      # with the flip, and without jitter
-            "image": each[key]["image"][None], "flip": torch.tensor([view["flip"]]),
-            "jitter": torch.ones(1, 3)})[0] for each in views)
-        assert torch.equal(views[0][key]["image"], view["image"])
-        for j in range(36):
-            row, column = 4 * (j // 6), 4 * (j % 6)
-            patch = np.s_[:, row:row + 4, column:column + 4]
-            noise = np.mean([share[0, row + y, column + x].item()
-                             for y in range(4) for x in range(4)])
-            assert bool(view["noise"][j]) == (noise >= (0.5 if blocks else 0.95))
-            planted += view["noise"][j].item()
-            partly += 0.05 < noise < 0.5
-            if blocks and view["noise"][j]:
-                fresh.append(seen[patch])
-                assert not torch.equal(seen[patch], full[patch])
-            else:
-                assert torch.allclose(seen[patch], (empty if blocks else full)[patch], atol=1e-6)
-    assert flips == {False, True} and planted > 300 and partly > 50
-    if blocks:
-        fresh = torch.stack(fresh)
-        assert fresh.mean().item() == pytest.approx(0.5, abs=0.02)
-        assert fresh.std().item() == pytest.approx(12 ** -0.5, abs=0.01)
-        assert len(fresh.flatten(1).unique(dim=0)) == len(fresh)      # drawn anew each time
+def test_intervals_hold_for_other_seeds_and_other_images():
+    assert measures.half_width(np.array([[1.0], [2.0], [4.0]])) == pytest.approx(3.795, abs=1e-3)
+    rng = np.random.default_rng(3)
+    hits = []
+    for _ in range(1000):      # the true mean is 0
+        values = (rng.normal(size=(5, 1)) + 3 * rng.normal(size=(1, 40))
+                  + 2 * rng.normal(size=(5, 40)))
+        hits.append(abs(values.mean()) < measures.half_width(values))
+    assert 0.94 < np.mean(hits) < 0.995
 
 
-@pytest.mark.parametrize("arm", control.ARMS)
-def test_an_arm_is_its_weights_and_the_entropy_of_its_router(arm):
-    args = pretrain.parse_args([*control.RUN, *"--data shapes --image-size 20 --patch-size 4 "
-                                "--mask-ratio 0.2 --epochs 2 --objective token --seed 3".split()])
-    students = {}
-    for name in ("routed", arm):
-        students[name] = control.Student(name, args, 7, students).double()
-        torch.manual_seed(len(students))
-        for parameter in students[name].parameters():      # weights that differ
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    student = students[arm]
-    images, targets = torch.rand(2, 3, 20, 20).double(), torch.randn(2, 26, 7).double()
-    mask = torch.stack([torch.randperm(25) < 5 for _ in range(2)])
-    planted = torch.rand(2, 25) < 0.4
-    patch_loss, weight, seen_planted, entropy = student(images, mask, targets, planted)
-    lambda_ = {"routed-0.5": 0.5, "routed-5": 5.0, "unweighted-5": 5.0}.get(arm, 0.1)
-    assert control.LAMBDAS.get(arm, control.LAMBDA) == lambda_
-    loss = control.compute_loss(patch_loss, weight, entropy, lambda_)
-
-    pred = student.model(normalized(images), mask, visible(mask))
-    x = entering(student.encoder, normalized(images), pred.ids_keep)
-    keep = [[i for i in range(25) if not mask[b, i]] for b in range(2)]
-    if arm == "own-target":
-        x = torch.stack([torch.stack([targets[b, 0], *(targets[b, 1 + i] for i in keep[b])])
-                         for b in range(2)])
-    if arm.startswith("own"):
-        norm, first, _, second, _ = student.own
-        hidden = F.layer_norm(x, x.shape[2:], norm.weight, norm.bias) @ first.weight.T + first.bias
-        logits = F.gelu(hidden) @ second.weight.T + second.bias
-    else:
-        router = student.encoder.blocks[3].mlp.router
-        logits = router.scale * F.cosine_similarity(x[:, :, None], router.phi.T, dim=3)
-    dispatch = logits.softmax(1)
-    assert dispatch.shape == (2, 21, 1 if arm.startswith("own") else 2)
-    total = 0
-    for b in range(2):
-        assert seen_planted[b].tolist() == planted[b, keep[b]].tolist()
-        cost = huber(pred.tokens[b, 1:], targets[b, 1:][keep[b]])
-        factor = {"unweighted": [1] * 20, "oracle": [1 - planted[b, i].item() for i in keep[b]],
-                  "softmin": [(-c / 0.1).exp() for c in cost],
-                  "copied": students["routed"](images, mask, targets, planted)[1][b]
-                  }.get(arm.removesuffix("-5"), dispatch[b, 1:, 0])
-        total += sum(w * c for w, c in zip(factor, cost)) / sum(factor) / 2
-        total += lambda_ * (dispatch[b] * dispatch[b].log()).sum() / 2
-    assert loss.item() == pytest.approx(total.item(), rel=1e-9)
-
-    if arm.startswith("rout") or student.own:      # whom do the weights teach?
-        early = student.encoder.blocks[0].attn.qkv.weight
-        router = [*student.own[:4].parameters()] if student.own else [router.phi]
-        reached, *taught = torch.autograd.grad(weight.square().sum(), [early, *router],
-                                               allow_unused=True)
-        assert (reached is not None) == (arm.startswith("routed") or arm == "own")
-        assert None not in taught
-    else:
-        assert not weight.requires_grad
+def test_the_experiments_tables_pair_arms_by_seed(tmp_path, capsys, monkeypatch):
+    probes = {"none": {0: 9.0, 3: 40.0, 4: 42.0, 5: 47.0}, "routed": {3: 41.0, 4: 44.0, 5: 50.0},
+              "uniform": {3: 40.5, 4: 43.0}}
+    rows = [dict(arm=arm, seed=seed, epochs=16, images=4000, probe=probe, knn=2 * probe)
+            for arm, found in probes.items() for seed, probe in found.items()]
+    write_text(tmp_path / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    photos_tables.main(photos_tables.parse_args(["--rows", str(tmp_path / "rows.jsonl")]))
+    _, title, _, _, _, *lines = capsys.readouterr().out.splitlines()
+    assert title == "16 epochs of 4000 images, 3 seeds"
+    cells = {line.split(" | ")[0]: line.strip("| ").split(" | ")[1:] for line in lines}
+    assert cells["| none"] == ["43.0", "", "-0.75 ± 3.18", "", "-1.50 ± 6.36"]
+    assert cells["| uniform"][:3] == ["41.8", "+0.75 ± 3.18", ""]
+    assert cells["| routed"][:2] == ["45.0", "+2.00 ± 2.48"]
 
 
-def test_planted_tokens_are_random_with_the_teachers_mean_and_deviation():
-    teacher = lambda images: torch.arange(7.0) * torch.randn(len(images), 10, 7) + 3  # noqa: E731
-    views = {(0, i): {"image": torch.zeros(3, 6, 6, dtype=torch.uint8)} for i in range(512)}
-    planting = control.Planting("random", teacher, views, 5, torch.device("cpu"))
-    batch = {"image": torch.randint(256, (300, 3, 6, 6), dtype=torch.uint8),
-             "flip": torch.rand(300) < 0.5, "jitter": torch.ones(300, 3),
-             "mask": torch.rand(300, 9) < 0.4, "noise": torch.rand(300, 9) < 0.3}
-    planting.teacher = lambda images: torch.full((300, 10, 7), 50.0)
-    images, mask, changed, planted = planting(batch)
-    assert torch.equal(images, data.augment(batch)) and mask is batch["mask"]
-    assert planted.sum(1).tolist() == [4] * 300      # 40 % of 9
-    assert (changed[:, 0] == 50).all() and (changed[:, 1:][~planted] == 50).all()
-    assert torch.allclose(changed[:, 1:][planted].mean(0), torch.full((7,), 3.0), atol=0.6)
-    assert torch.allclose(changed[:, 1:][planted].std(0), torch.arange(7.0), atol=0.5)
-    assert not torch.equal(planting(batch)[2], changed)
-    for planting.how in ("noise", "blocks"):
-        assert torch.equal(planting(batch)[3], batch["noise"])
-    planting.how = "flat"      # a patch of one color is flat, whatever its color
-    flat = torch.stack([torch.randperm(9) < 4 for _ in range(300)])
-    color = torch.randint(256, (300, 3, 3, 3)).repeat_interleave(2, 2).repeat_interleave(2, 3)
-    where = flat.view(300, 1, 3, 3).repeat_interleave(2, 2).repeat_interleave(2, 3)
-    batch["image"] = torch.where(where, color, batch["image"]).byte()
-    batch["flip"][:] = False
-    assert torch.equal(planting(batch)[3], flat)
+def test_the_experiments_picture_shows_photographs_weights_and_losses(photo_cache, monkeypatch):
+    pictures = []
+    monkeypatch.setattr(photos_tables, "draw_heatmaps", lambda *args: pictures.append(args))
+    monkeypatch.setattr(photos_tables, "open_cache", lambda cache, images: (
+        photos_experiment.open_cache(cache, 140)))
+    students = []
+
+    def train(*args, **kwargs):
+        students.append(photos_experiment.train(args[0], args[1], 1, 3))
+        return students[-1]
+    monkeypatch.setattr(photos_tables, "train", train)
+    photos_tables.draw(photo_cache, "x.png", count=3)
+    ((shown,), experts, path), = pictures
+    (student, _), = students
+    assert (experts, path) == (1, "x.png") and shown["images"].shape == (3, 3, 32, 32)
+    bank, _ = photos_experiment.open_cache(photo_cache, 140)
+    for image, weights, found in zip(shown["images"], shown["weights"], shown["losses"]):
+        at, = (i for i, each in enumerate(bank["images"]) if np.array_equal(each, image))
+        tokens, routing = student.encoder(normalized(image[None] / 255))
+        assert torch.allclose(weights[:, 0], 65 * routing[3].dispatch[0, 1:, 0], atol=1e-5)
+        targets = torch.from_numpy(bank["tokens"][at]).float()
+        expected = huber(student.head(tokens)[0, 1:], targets)
+        assert torch.allclose(found, expected, atol=1e-4)
 
 
 def test_the_papers_tables_stand_beside_what_runs_have_measured(stage, teacher, photos, scenes,
@@ -4486,86 +4426,6 @@ def test_the_papers_accuracies_have_the_deviations_over_seeds_of_its_table_a5():
         if row["row"] == "probe tc2-seed2 ep":
             row["difference"] = None
     assert list(results.seed_deviations(rows)) == ["pretrain tc2", "probe tc2 linear"]
-
-
-@pytest.fixture
-def toy_rows(monkeypatch):
-    """Rows of three seeds: planted, planted without look-alikes, clean, and an unfinished set"""
-    sets = {"flat": "flat", "random": "random", "clean": "none", "late": "flat"}
-    monkeypatch.setattr(control_tables, "SETS", {name: ("", how) for name, how in sets.items()})
-    monkeypatch.setattr(control_tables, "SERIES", {8: dict.fromkeys(sets, control.ARMS[:4])})
-    rows, draws = [], np.random.default_rng(0)
-    for name, seed, arm in itertools.product(sets, (2, 0, 1), control.ARMS[:4]):
-        share = {"random": 0, "clean": 0.1}.get(name, 0.2 + 0.1 * seed)
-        level = {"unweighted": 4, "oracle": 1, "softmin": 2, "routed": 4.5}[arm]
-        alike, other = level + 0.1 * draws.random(), 2 + 0.1 * draws.random()
-        if name == "random":
-            alike, other = None, level
-        row = {"set": name, "epochs": 8, "seed": seed, "arm": arm, "lookalikes": share,
-               "loss": share * (alike or 0) + (1 - share) * other, "loss_lookalikes": alike,
-               "loss_others": other, "planted_weight": 0.1 * seed, "knn": 40.0 + seed * level}
-        if (name, arm) != ("clean", "oracle") and (name, seed) != ("late", 1):
-            rows.append(row)
-    return rows
-
-
-def plain_gains(rows, name, arm, part):
-    """In percent, seed by seed"""
-    found = []
-    for seed in range(3):
-        base, run = (next(row for row in rows if (row["set"], row["seed"], row["arm"]) ==
-                          (name, seed, each)) for each in ("unweighted", arm))
-        share = {"": 1, "_lookalikes": run["lookalikes"], "_others": 1 - run["lookalikes"]}[part]
-        lower = base[f"loss{part}"] - run[f"loss{part}"] if share else 0
-        found.append(100 * share * lower / base["loss"])
-    return np.array(found)
-
-
-def test_the_controls_tables_and_picture_show_the_sets_that_are_finished(toy_rows, tmp_path,
-                                                                         capsys):
-    without = [row for row in toy_rows if row["set"] == "random"]      # look-alikes
-    assert not control_tables.gain(without, "oracle", "_lookalikes").any()
-    path, picture = tmp_path / "rows.jsonl", tmp_path / "x.png"
-    path.write_text("".join(json.dumps(row) + "\n" for row in toy_rows))
-    control_tables.main(path, picture)
-    out = capsys.readouterr().out
-
-    def said(name, arm, part, digits, by=1):
-        values = plain_gains(toy_rows, name, arm, part) / by
-        half = 4.303 * values.std(ddof=1) / 3 ** 0.5
-        text = f"{values.mean():+.{digits}f} ± {half:.{digits}f}"
-        return f"**{text}**" if abs(values.mean()) > half else text
-
-    def table(title):
-        lines = out.split(title)[1].split("\n\n")[1].splitlines()
-        return {line.split(" | ")[0][2:]: line.split(" | ")[2:] for line in lines[2:]}
-    alike, others = table(" look-alikes:"), table(" other clean patches:")
-    assert list(table(" all clean patches:")) == list(others) == ["flat", "random"]
-    assert list(alike) == ["flat"]
-    loss, oracle, softmin, routed, *_ = alike["flat"]
-    group = [row for row in toy_rows if row["set"] == "flat"]
-    mean = np.mean([row["loss_lookalikes"] for row in group if row["arm"] == "unweighted"])
-    best = plain_gains(toy_rows, "flat", "oracle", "_lookalikes")
-    whole = plain_gains(toy_rows, "flat", "oracle", "")
-    assert loss == f"{mean:.4f}"
-    assert oracle == f"{said('flat', 'oracle', '_lookalikes', 1)} %, {np.mean(best / whole):.2f}"
-    assert softmin == said("flat", "softmin", "_lookalikes", 2, by=best)
-    assert routed == said("flat", "routed", "_lookalikes", 2, by=best)
-    # nobody gains elsewhere
-    assert others["flat"][2] == f"{said('flat', 'softmin', '_others', 1)} %"
-    assert table("Weight")["flat"][:2] == ["0.10", "0.10"]
-    assert table("Gain, %")["clean"][1:3] == ["", said("clean", "softmin", "", 1)]
-    assert table("k-NN above")["flat"][2] == "-2.0 ± 5.0"      # 0, -2 and -4 points
-    expected = f"{said('flat', 'softmin', '', 1)}<br>-2.0 ± 5.0"
-    assert table("Gain in the token")["flat"][1] == expected
-    assert picture.stat().st_size > 0
-
-    for part in ("_lookalikes", "_others"):
-        axis = MagicMock()
-        control_tables.draw_part(axis, {8: group}, part)
-        bars = {each.kwargs["label"]: each.args[1] for each in axis.bar.call_args_list}
-        assert bars == pytest.approx({arm: plain_gains(toy_rows, "flat", arm, part).mean()
-                                      for arm in ("oracle", "softmin", "routed")})
 
 
 @pytest.fixture
@@ -4666,7 +4526,7 @@ def test_the_comparison_ends_where_data_a_flag_or_a_stage_fails(pretended, photo
 # -------------------------------------------------------------------------------- pages
 
 PAGES = {name: (HERE / f"{name}.md").read_text("utf-8")
-         for name in ("README", "REPRODUCE", "RUNNING", "CONTRIBUTING")}
+         for name in ("README", "USING", "REPRODUCE", "RUNNING", "CONTRIBUTING")}
 STAGES = {f"{module.__name__}.py": module for module in SCRIPTS.values()}
 # Bash programs print the commands that they would start, instead of starting them.
 STAND_INS = """
@@ -4690,7 +4550,7 @@ def test_the_readmes_example_has_the_gradients_that_it_says(capsys):
     assert names["logits"].grad.abs().max() < 1e-7
 
 
-PROGRAMS = {found[1]: code for code in blocks("README", "python")
+PROGRAMS = {found[1]: code for code in blocks("USING", "python")
             if (found := re.search(r"from model import (SoftMoE|Explore|Router)", code))}
 
 
@@ -4769,7 +4629,7 @@ dist.destroy_process_group()
 
 
 def test_the_readmes_flat_losses_are_equation_5():
-    code, = (code for code in blocks("README", "python") if "flat_loss" in code)
+    code, = (code for code in blocks("USING", "python") if "flat_loss" in code)
     patch_loss, weight, mask = rand(3, 9), rand(3, 9), (torch.rand(3, 9) < 0.6).double()
     mask[1] = 0      # an image without masked patches
     names = {"torch": torch, "weight": weight, "mask": mask,
@@ -4792,11 +4652,11 @@ print(len(load_encoder({encoder!r}).blocks), tqdm.monitor_interval == before)
 
 
 def test_the_readme_loads_an_encoder_and_sees_its_weights_on_a_photograph(encoder, tmp_path):
-    code, = (code for code in blocks("README", "python") if "load_encoder" in code)
+    code, = (code for code in blocks("USING", "python") if "load_encoder" in code)
     names = {"images": torch.rand(3, 3, 40, 40)}
     exec(code.replace("runs/pretrain/epoch_0300.pt", encoder).replace("grid=14", "grid=5"), names)
     assert names["tokens"].shape == (3, 26, 96) and set(names["routing"]) == {1, 3}
-    code, = (code for code in blocks("README", "python") if "photo.jpg" in code)
+    code, = (code for code in blocks("USING", "python") if "photo.jpg" in code)
     Image.fromarray(PICTURE).save(tmp_path / "photo.jpg")
     for old, new in (("photo.jpg", str(tmp_path / "photo.jpg")), ("224", "40"), ("[11]", "[3]"),
                      ("14, 14", "5, 5"), ("197", "26")):
@@ -4827,7 +4687,7 @@ def test_the_commands_of_the_paper_are_ones_that_the_scripts_take():
     assert len(set(folders)) == len(folders), "two runs have one folder"
 
 
-@pytest.mark.parametrize("page", ("README", "RUNNING", "CONTRIBUTING"))
+@pytest.mark.parametrize("page", ("README", "USING", "RUNNING", "CONTRIBUTING"))
 def test_printed_commands_are_ones_that_the_scripts_take(page):
     text = PAGES[page].replace("\\\n", " ")
     found = re.findall(r"(?:^|`|&& |; )(?:torchrun [^`\n]*?|python |sbatch [^`\n]*?slurm.sh )"

@@ -36,7 +36,7 @@ from run import read_lines
 
 SMALL = ("--model vit_nano --image-size 64 --patch-size 8 --batch-size 64 --lr 1e-3 --epochs 20 "
          "--warmup-epochs 1").split()
-ARMS = {"none": "--experts 0 --entropy-weight 5",      # without experts, only the default is taken
+ARMS = {"none": "--experts 0 --entropy-weight 5",      # --experts 0 refuses other lambdas
         "uniform": "--loss-weights uniform", "detached": "--detach", "routed": ""}
 PAPER = """On ImageNet, the paper's 2 experts gain 1.3 points of k-NN by weighting the losses, and
 against no experts, they lose 0.3 points of k-NN and gain 3.4 in the linear probe."""
@@ -68,7 +68,7 @@ def plan(args: argparse.Namespace, others: list[str]) -> list[list[str]]:
     return commands
 
 
-def measure(folder: Path, train, val, process: common.Process) -> tuple[float, Tensor]:
+def evaluate(folder: Path, train, val, process: common.Process) -> tuple[float, Tensor]:
     """-> a student's last token loss, and whether k-NN and the probe are right, bool [2, M], for
     each of the M images of val/
     """
@@ -115,7 +115,7 @@ def main(args: argparse.Namespace, others: list[str]):
     if len(ends) > 1:      # a signal stopped one
         sys.exit("not all runs are complete; the same command resumes")
     process = common.Process(argparse.Namespace(amp="off"))
-    found = [[measure(folder, train, val, process) for folder in row] for row in folders]
+    found = [[evaluate(folder, train, val, process) for folder in row] for row in folders]
     losses = np.array([[[loss] for loss, _ in row] for row in found])           # [seeds, arms, 1]
     right = 100 * np.array([[right.double().cpu().numpy() for _, right in row] for row in found])
     print_table("token loss", losses, 4)

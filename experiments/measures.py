@@ -1,15 +1,33 @@
-"""What the experiments measure: a linear probe in closed form, and intervals."""
+"""What the experiments measure: features and weights, a probe in closed form, intervals."""
 
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from losses import patch_weights
+from model import ViT, normalize
+
 # Student's t for a 95 % interval of 2, 3, ... seeds
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
            2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)
+
+
+@torch.no_grad()
+def see(vit: ViT, images: np.ndarray) -> tuple[Tensor, Tensor]:
+    """uint8 [M, 3, S, S] -> [CLS] [M, D], and the weights of patches [M, N], where 1 is uniform"""
+    cls, weights = [], []
+    for part in torch.from_numpy(np.array(images)).split(250):
+        tokens, routing = vit(normalize(part / 255))
+        cls.append(tokens[:, 0])
+        weights.append(tokens.shape[1] * patch_weights(routing[vit.moe_blocks[-1]].dispatch)
+                       if routing else torch.ones(tokens.shape[:2])[:, 1:])
+    return torch.cat(cls), torch.cat(weights)
 
 
 def probe(x: Tensor, y: Tensor, test_x: Tensor, classes: int) -> Tensor:

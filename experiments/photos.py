@@ -26,8 +26,8 @@ import optim
 from common import rounded
 from data import block_mask, open_images
 from encoders import build_frozen
-from experiments.measures import probe
-from losses import explore_losses, patch_weights, token_loss, weighted_mean
+from experiments.measures import probe, see
+from losses import explore_losses, token_loss, weighted_mean
 from model import Explore, ViT, build_vit, normalize
 from run import read_lines
 
@@ -50,6 +50,7 @@ ARMS = {
     "routed, lambda 5": dict(lambda_=5.0),
 }
 SIZE, PATCH, GRID, BATCH, CLASSES = 32, 4, 8, 64, 10
+COUNTS = {"train": 20_000, "val": 10_000}      # images that `prepare` keeps
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -92,7 +93,7 @@ def prepare(args):
     write_teacher(args.cache / "teacher")
     teacher = build_frozen(f"timm/local-dir:{args.cache / 'teacher'}", GRID + 2)
     teacher.to(memory_format=torch.channels_last)
-    for split, count in (("train", 20_000), ("val", 10_000)):
+    for split, count in COUNTS.items():
         dataset = open_images(args.data, split, SIZE)
         images, labels = zip(*(dataset[i * len(dataset) // count] for i in range(count)))
         np.save(args.cache / f"{split}_images.npy", torch.stack(images).numpy())
@@ -125,8 +126,8 @@ def read_batch(bank: dict, rng: np.random.Generator, index: np.ndarray) -> tuple
     return images, targets, mask, (~mask).nonzero()[:, 1].view(len(mask), -1)
 
 
-def train(setting: dict, bank: dict, epochs: int, seed: int, positions=None) -> tuple[ViT, dict]:
-    """The loop of pretrain.py on cached tokens -> the encoder, and means of the last epoch's log"""
+def train(setting: dict, bank: dict, epochs: int, seed: int, positions=None):
+    """The loop of pretrain.py on cached tokens -> a student, and means of the last epoch's log"""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     vit = build_vit("vit_nano", image_size=SIZE, patch_size=PATCH, experts=setting["experts"])
@@ -155,22 +156,11 @@ def train(setting: dict, bank: dict, epochs: int, seed: int, positions=None) -> 
         (w @ losses + regularizer).backward()
         optim.optimizer_step(optimizer, scaler, clip_grad=3.0)
         logged.append({name: np.ravel(x)[0] for name, x in metrics.items()})      # expert 0's
-    return vit.eval(), {name: float(np.mean([each[name] for each in logged])) for name in logged[0]}
+    means = {name: float(np.mean([each[name] for each in logged])) for name in logged[0]}
+    return student.eval(), means
 
 
-@torch.no_grad()
-def see(vit: ViT, images: np.ndarray) -> tuple[Tensor, Tensor]:
-    """[CLS] of uint8 [M, 3, S, S], [M, D], and the weights of patches, [M, N]: 1 is uniform"""
-    cls, weights = [], []
-    for part in torch.from_numpy(np.array(images)).split(250):
-        tokens, routing = vit(normalize(part / 255))
-        cls.append(tokens[:, 0])
-        weights.append(65 * patch_weights(routing[vit.moe_blocks[-1]].dispatch) if routing
-                       else torch.ones(len(part), GRID ** 2))
-    return torch.cat(cls), torch.cat(weights)
-
-
-def measure(vit: ViT, bank: dict, test: dict) -> dict:
+def accuracies(vit: ViT, bank: dict, test: dict) -> dict:
     """Accuracies of [CLS] on the test images, in percent, and the mean weight of each position"""
     (x, weights), (test_x, _) = see(vit, bank["images"]), see(vit, test["images"])
     y, truth = (torch.from_numpy(np.array(each["labels"])) for each in (bank, test))
@@ -181,6 +171,13 @@ def measure(vit: ViT, bank: dict, test: dict) -> dict:
 
 
 # ----------------------------------------------------------------------------------- the rows
+
+def open_cache(cache: Path, images: int) -> tuple[dict, dict]:
+    """The training set and the test set: images, labels and, for training, the teacher's tokens"""
+    bank = {name: np.load(cache / f"train_{name}.npy", mmap_mode="r")[::COUNTS["train"] // images]
+            for name in ("images", "labels", "tokens")}
+    return bank, {name: np.load(cache / f"val_{name}.npy") for name in ("images", "labels")}
+
 
 def find_positions(rows: list[dict], key: dict) -> Tensor:
     """The mean weights [N] of routed students with the seeds TUNING and else the same settings"""
@@ -194,10 +191,7 @@ def main(args):
     if args.what == "prepare":
         return prepare(args)
     torch.set_num_threads(1)
-    every = 20_000 // args.images
-    bank = {name: np.load(args.cache / f"train_{name}.npy", mmap_mode="r")[::every]
-            for name in ("images", "labels", "tokens")}
-    test = {name: np.load(args.cache / f"val_{name}.npy") for name in ("images", "labels")}
+    bank, test = open_cache(args.cache, args.images)
     for seed in args.seeds:
         for arm in args.arms:
             given = dict(lambda_=args.lambda_, router_rate=args.router_rate)
@@ -207,8 +201,8 @@ def main(args):
             if any(key.items() <= row.items() for row in rows):
                 continue
             positions = find_positions(rows, key) if setting["weights"] == "fixed" else None
-            vit, means = train(setting, bank, args.epochs, seed, positions)
-            row = rounded(key | means | measure(vit, bank, test))
+            student, means = train(setting, bank, args.epochs, seed, positions)
+            row = rounded(key | means | accuracies(student.encoder, bank, test))
             if seed not in TUNING:
                 del row["positions"]
             with open(args.rows, "a") as file:

@@ -81,7 +81,7 @@ def find_command(row: str) -> list[str]:
     return [f"{kind}.py", *flags, "--recipe", *words]
 
 
-def measure(row: str, runs: str) -> tuple[float | None, str, bool]:
+def find_result(row: str, runs: str) -> tuple[float | None, str, bool]:
     """-> the best score of a row's run, a note on it, and whether it has the row's flags"""
     script, *flags = find_command(row)
     flags = [re.sub("^runs(?=/)", lambda _: runs, flag) for flag in flags]
@@ -130,7 +130,7 @@ def seed_deviations(rows: list[dict]) -> dict[str, float]:
 def main(args: argparse.Namespace) -> list[dict]:
     rows = read_rows((HERE / "REPRODUCE.md").read_text("utf-8"))
     for row in rows:
-        row["measured"], row["note"], same = measure(row["row"], args.runs)
+        row["measured"], row["note"], same = find_result(row["row"], args.runs)
         number = re.match(r"\d+(\.\d+)?$", row["paper"].split(",")[0])
         comparable = same and number and row["measured"] is not None
         row["difference"] = row["measured"] - float(number[0]) if comparable else None
