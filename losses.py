@@ -208,8 +208,10 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     NAME_unweighted and NAME_ratio. With a router, there are also entropy and dispatch_cv of its
     dispatch weights, cls_share (the weight on [CLS]), entropy_loss and importance_loss.
 
-    Raises ValueError if targets have another number of tokens.
+    Raises ValueError if targets have another number of tokens, or if "cls" has no [CLS].
     """
+    if "cls" in objectives and not prefix:
+        raise ValueError("the [CLS] loss needs [CLS], and a prefix of 0 says that there is none")
     count = mask.shape[1]
     if targets.shape[1] - count not in ((1,) if "cls" in objectives else (0, 1)):
         raise ValueError(f"targets have {targets.shape[1]} tokens; [CLS] and the patches are "

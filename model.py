@@ -39,11 +39,17 @@ def decays(name: str, parameter: Tensor) -> bool:
     norms, LayerScale, `scale`, position embeddings, and [CLS], register and mask tokens. The names
     of embeddings and tokens are timm's.
     """
-    return parameter.ndim > 1 and not name.endswith((".b1", ".b2", "pos_embed", "_token"))
+    return parameter.ndim > 1 and not f".{name}".endswith((".b1", ".b2", "pos_embed", "_token"))
 
 
 def normalize(images: Tensor, mean=IMAGENET_MEAN, std=IMAGENET_STD) -> Tensor:
-    """Normalizes images [..., 3, H, W] in [0, 1] to zero mean and unit variance, for the model."""
+    """Normalizes images [..., 3, H, W] in [0, 1] to zero mean and unit variance, for the model.
+
+    Raises ValueError if they are not floats, or have another number of channels.
+    """
+    if images.shape[-3] != len(mean) or not images.is_floating_point():
+        raise ValueError(f"images {tuple(images.shape)} of {images.dtype}; expected floats in "
+                         f"[0, 1], [..., {len(mean)}, H, W]")
     # Python floats, because copying tensors to a GPU would make the host wait
     channels = zip(images.unbind(-3), mean, std, strict=True)
     return torch.stack([(x - m) / s for x, m, s in channels], dim=-3)
@@ -92,7 +98,8 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Routing:
         precision = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        device = "cpu" if x.is_meta else x.device.type      # the meta device has no autocast
+        with torch.autocast(device, enabled=False):
             x = F.normalize(x.to(precision), dim=-1)
             phi = F.normalize(self.phi.to(precision), dim=0)
             logits = self.scale * (x @ phi)                  # scaled cosines, [B, T, E]

@@ -372,10 +372,11 @@ def test_images_of_the_wrong_kind_are_an_error(teacher):
     frozen = build_frozen(teacher)
     with pytest.raises(TypeError, match="uint8"):
         frozen(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
-    with pytest.raises(ValueError):      # four channels
-        model.normalize(torch.rand(2, 4, 5, 6))
+    for images in (torch.rand(2, 4, 5, 6), torch.ones(2, 3, 5, 6, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match=r"expected floats in \[0, 1\], \[..., 3, H, W\]"):
+            model.normalize(images)
     with pytest.raises(ValueError):
-        model.normalize(torch.rand(2, 3, 5, 6), mean=(0.5,))
+        model.normalize(torch.rand(2, 3, 5, 6), std=(0.5,))
     wide = torch.rand(1, 3, 32, 48)      # both sides count
     assert torch.equal(frozen(wide), frozen(F.interpolate(
         wide, (32, 32), mode="bicubic", antialias=True)))
@@ -411,9 +412,7 @@ def test_drop_path_rises_with_depth_drops_both_branches_and_keeps_the_expectatio
 @pytest.mark.parametrize("experts, millions, giga", (
     (0, 85.8, 17.45), (2, 114.2, 11.93), (16, 510.9, None), (32, 964.3, None),
     (64, 1871.2, 13.86)))
-def test_the_vit_base_has_the_papers_parameters_and_multiplications(monkeypatch, experts, millions,
-                                                                    giga):
-    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
+def test_the_vit_base_has_the_papers_parameters_and_multiplications(experts, millions, giga):
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         vit = model.build_vit("vit_base", experts=experts)
         for block in vit.blocks:
@@ -782,6 +781,8 @@ def test_without_the_cls_loss_targets_need_no_cls(dense):
                                couple(patches, objectives=["token"]))
     with pytest.raises(ValueError, match="tokens"):
         couple(patches, objectives=["token", "cls"])
+    with pytest.raises(ValueError, match="prefix"):
+        couple(make_case(dense, prefix=0), objectives=["token", "cls"], prefix=0)
 
 
 def test_losses_refuse_targets_with_registers_and_unknown_words():
@@ -1949,6 +1950,7 @@ def test_no_weight_decay_on_the_biases_of_experts_and_no_update_of_what_is_froze
     moe = student.encoder.blocks[1].mlp
     assert [decays[p] for p in (moe.w1, moe.w2, moe.router.phi)] == [0.05] * 3
     assert [decays[p] for p in (moe.b1, moe.b2, moe.router.scale)] == [0] * 3
+    assert not model.decays("b1", moe.b1) and model.decays("phi", moe.router.phi)      # alone
     assert student.encoder.norm.weight not in decays
 
 
@@ -4539,6 +4541,12 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.M | re.S)
 
 
+def fragment(words):
+    """The piece of code in USING.md that has these words"""
+    code, = (code for code in blocks("USING", "python") if words in code)
+    return code
+
+
 def test_the_readmes_example_has_the_gradients_that_it_says(capsys):
     code, = (code for code in blocks("README", "python") if "logits.grad" in code)
     exec(code, names := {})
@@ -4567,7 +4575,7 @@ routed(images, mask).backward()
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_readmes_programs_run_beside_copies_of_two_files_and_teach_the_router(name, tmp_path):
+def test_the_programs_of_using_run_beside_copies_of_two_files_and_teach_the_router(name, tmp_path):
     for file in ("losses.py", "model.py"):
         shutil.copy(HERE / file, tmp_path)
     (tmp_path / "program.py").write_text(PROGRAMS[name] + textwrap.dedent("""
@@ -4580,7 +4588,7 @@ def test_the_readmes_programs_run_beside_copies_of_two_files_and_teach_the_route
     assert float(out) > 0
 
 
-def test_the_readmes_timm_vit_is_copied_decayed_and_loaded_as_timms_tools_do_it(tmp_path):
+def test_the_timm_vit_of_using_is_copied_decayed_and_loaded_as_timms_tools_do_it(tmp_path):
     """Averaged by a copy (ModelEma), in an optimizer of timm's, and read by load_encoder."""
     import timm.optim
     import timm.utils
@@ -4591,7 +4599,7 @@ def test_the_readmes_timm_vit_is_copied_decayed_and_loaded_as_timms_tools_do_it(
     torch.testing.assert_close(copied(images), student.eval()(images))
     vit = student.vit
     decayed = {p: group["weight_decay"] > 0 for group in timm.optim.create_optimizer_v2(
-        vit, "adamw", 0.1, 0.05).param_groups for p in group["params"]}
+        student, "adamw", 0.1, 0.05).param_groups for p in group["params"]}
     for name, p in vit.named_parameters():
         assert decayed[p] == (p.ndim > 1 and name.split(".")[-1] not in (
             "b1", "b2", "pos_embed", "cls_token")), name
@@ -4603,7 +4611,7 @@ def test_the_readmes_timm_vit_is_copied_decayed_and_loaded_as_timms_tools_do_it(
 
 
 @needs_loopback
-def test_the_router_of_the_readme_is_the_same_in_two_processes_that_train_it(tmp_path):
+def test_the_router_of_using_is_the_same_in_two_processes_that_train_it(tmp_path):
     for file in ("losses.py", "model.py"):
         shutil.copy(HERE / file, tmp_path)
     build, step = PROGRAMS["Router"].split("images, mask = ")
@@ -4628,14 +4636,63 @@ dist.destroy_process_group()
     assert run_two(tmp_path / "program.py") == 2 * "True False\n"
 
 
-def test_the_readmes_flat_losses_are_equation_5():
-    code, = (code for code in blocks("USING", "python") if "flat_loss" in code)
+def test_flat_losses_are_equation_5():
+    code = fragment("flat_loss")
     patch_loss, weight, mask = rand(3, 9), rand(3, 9), (torch.rand(3, 9) < 0.6).double()
     mask[1] = 0      # an image without masked patches
     names = {"torch": torch, "weight": weight, "mask": mask,
              "flat_loss": patch_loss[mask.bool()]}
     exec(code, names)
     torch.testing.assert_close(names["loss"], losses.weighted_mean(patch_loss, weight * mask))
+
+
+def test_packed_images_are_unpacked_for_a_soft_moe():
+    moe, lengths = model.SoftMoE(7, 3, 11), [4, 1, 6]
+    x = torch.rand(11, 7)
+    names = dict(torch=torch, moe=moe, x=x, lengths=lengths)
+    exec(fragment("pad_sequence"), names)
+    expected = torch.cat([moe(each[None])[0][0] for each in x.split(lengths)])
+    torch.testing.assert_close(names["y"], expected)
+    padded = dict(moe=moe, x=torch.rand(3, 6, 7), valid=names["valid"],
+                  patch_weights=losses.patch_weights)
+    exec(fragment("False for padding"), padded)
+    assert padded["weight"].shape == (3, 5) and not padded["weight"][1].any()
+
+
+def test_a_sparse_student_keeps_visible_patches_of_uneven_masks():
+    mask = torch.stack([torch.randperm(25) < count for count in (11, 3, 8)])
+    names = dict(torch=torch, mask=mask)
+    exec(fragment("scatter(1, ids_keep"), names)
+    assert names["ids_keep"].shape == (3, 14)
+    for before, kept, after in zip(mask, names["ids_keep"], names["mask"]):
+        assert not before[kept].any() and sorted(kept.tolist()) == (
+            ~after).nonzero()[:, 0].tolist()
+
+
+def test_a_student_that_is_saved_alone_is_read_with_its_heads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    student, teacher = model.Explore(nano(experts=2), 7), nano()
+    line = fragment("student.pt").split("encoder = ")[0]
+    exec(line, dict(torch=torch, student=student))
+    images = torch.rand(2, 3, 32, 32)
+    expected = student.encoder.eval()(normalized(images))[0]
+    assert torch.equal(build_frozen("student.pt")(images), expected)
+    assert torch.equal(encoders.load_student("student.pt").head.weight, student.head.weight)
+
+    class Both(nn.Module):      # as in Lightning
+        def __init__(self, student):
+            super().__init__()
+            self.student, self.teacher = student, teacher
+    torch.save({"state_dict": Both(student).state_dict()}, "x.ckpt")
+    found = encoders.load_encoder(encoders.load_checkpoint("x.ckpt", heads=3)).eval()
+    assert torch.equal(found(normalized(images))[0], expected)
+    plain = model.Explore(nano(), 7)      # without a router
+    torch.save({"state_dict": Both(plain).state_dict()}, "x.ckpt")
+    with pytest.raises(common.UserError, match="student.encoder., state_dict teacher.; choose"):
+        encoders.load_checkpoint("x.ckpt", heads=3)
+    found = encoders.load_encoder(encoders.load_checkpoint("x.ckpt", 3, "student.encoder"))
+    assert torch.equal(found.norm.weight, plain.encoder.norm.weight)
+    assert torch.equal(found.cls_token, plain.encoder.cls_token)
 
 
 def test_encoders_load_beside_copies_of_three_files(encoder, tmp_path):
@@ -4651,12 +4708,12 @@ print(len(load_encoder({encoder!r}).blocks), tqdm.monitor_interval == before)
     assert (code, out) == (0, "4 True\n"), error
 
 
-def test_the_readme_loads_an_encoder_and_sees_its_weights_on_a_photograph(encoder, tmp_path):
-    code, = (code for code in blocks("USING", "python") if "load_encoder" in code)
+def test_using_loads_an_encoder_and_sees_its_weights_on_a_photograph(encoder, tmp_path):
+    code = fragment("grid=14")
     names = {"images": torch.rand(3, 3, 40, 40)}
     exec(code.replace("runs/pretrain/epoch_0300.pt", encoder).replace("grid=14", "grid=5"), names)
     assert names["tokens"].shape == (3, 26, 96) and set(names["routing"]) == {1, 3}
-    code, = (code for code in blocks("USING", "python") if "photo.jpg" in code)
+    code = fragment("photo.jpg")
     Image.fromarray(PICTURE).save(tmp_path / "photo.jpg")
     for old, new in (("photo.jpg", str(tmp_path / "photo.jpg")), ("224", "40"), ("[11]", "[3]"),
                      ("14, 14", "5, 5"), ("197", "26")):
