@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -97,8 +98,15 @@ class Output:
         return len(text)
 
 
+stopped_by = 0      # the number of the signal that ended a run before it was complete
+
+
 def launch(main, args: argparse.Namespace):
-    """Calls main(args) as a program: a UserError or OOM becomes one line and exit code 2."""
+    """Calls main(args) as a program: a UserError or OOM becomes one line and exit code 2.
+
+    A program that a signal stopped ends with this signal, so that a shell does not go on with what
+    was to come after it. SIGUSR1 is Slurm's, after which slurm.sh wants exit code 0.
+    """
     sys.stdout.reconfigure(errors="replace")      # a path may have letters that it cannot show
     sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
     try:
@@ -117,6 +125,9 @@ def launch(main, args: argparse.Namespace):
         # a process that exits while another is still in its last all-reduce can block the other
         dist.barrier()
         dist.destroy_process_group()
+    if stopped_by not in (0, signal.SIGUSR1):
+        signal.signal(stopped_by, signal.SIG_DFL)
+        os.kill(os.getpid(), stopped_by)
 
 
 # -------------------------------------------------------------------------------- flags

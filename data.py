@@ -36,7 +36,7 @@ from shapes import Shapes
 BICUBIC = TF.InterpolationMode.BICUBIC
 DRAWN = ("shapes", "shapes-noise")
 ENDINGS = (*IMG_EXTENSIONS, ".avif", ".gif", ".jfif", ".jpe", ".jp2")
-DOWNLOADED = {"cifar10": "CIFAR10", "food101": "Food101"}      # torchvision's names
+DOWNLOADED = ("cifar10", "food101")      # torchvision's sets, in data/
 
 
 # ------------------------------------------------------------------------------- images
@@ -190,15 +190,10 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
     if data in DRAWN:
         return Shapes(split, image_size, noise=data == "shapes-noise")
     if data in DOWNLOADED:
-        try:
+        with naming(f"--data {data}: data/ does not have torchvision's set"):
             if data == "cifar10":
                 return CIFAR10("data", split == "train", transform=TF.pil_to_tensor)
             return Food("data", "train" if split == "train" else "test")
-        except Exception as error:      # missing, truncated, or another file format
-            raise UserError(
-                f"--data {data} is not whole in data/ ({type(error).__name__}). To download it: "
-                f"python -c \"import torchvision; torchvision.datasets.{DOWNLOADED[data]}"
-                "('data', download=True)\"") from error
     with naming(f"--data {data}"):
         os.stat(data)
     if labels:
@@ -223,10 +218,12 @@ def trained_on(checkpoint: dict) -> str:
     return name if there else default_data()
 
 
-def describe(image_count: int, classes: list[str]) -> dict:
+def describe(data: str, images: int, val_images: int, classes: list[str]) -> dict:
     """The facts about a data set in which all processes, and a resumed run, must agree"""
     names = {f"class {i}": name for i, name in enumerate(classes)}
-    return {"the number of images": image_count, "the number of classes": len(classes)} | names
+    return {"--data": data if data in (*DRAWN, *DOWNLOADED) else "a folder",
+            "the number of images": images, "the number of validation images": val_images,
+            "the number of classes": len(classes)} | names
 
 
 # ------------------------------------------------------------------- views of one image

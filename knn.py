@@ -112,7 +112,7 @@ def main(args) -> list[float]:
     for name in args.encoders:
         encoder = build_frozen(name).to(process.device)
         train, val = (views(split, encoder.image_size) for split in ("train", "val"))
-        facts = data.describe(len(train) + len(val), train.dataset.classes)
+        facts = data.describe(images, len(train), len(val), train.dataset.classes)
         process.agree(args, lambda facts=facts: facts)
         if args.k > len(train):
             raise UserError(f"-k {args.k}: {images} has only {len(train)} training images")

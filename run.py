@@ -38,7 +38,8 @@ class Run:
 
     title: the model in words, for the first line that the run prints
     steps, epoch_steps: number of steps in the run, and in an epoch
-    images, classes: number of images and names of the classes in the training set
+    images, val_images, classes: numbers of images to train on and to evaluate on, and names of the
+        classes
     encoder: saved in checkpoints: the arguments of `ViT` or, in a probe, the name of its encoder
     weights: digest of the pretrained weights that the run starts from, or learns from
     measure: returns scores in percent; the first one decides which model best.pt keeps. Pretraining
@@ -48,7 +49,8 @@ class Run:
     """
 
     def __init__(self, args, process: Process, title: str, *, steps: int, epoch_steps: int,
-                 images: int, encoder, weights: str = "", classes=(), measure=None, **parts):
+                 images: int, val_images: int = 0, encoder, weights: str = "", classes=(),
+                 measure=None, **parts):
         self.args, self.process, self.title, self.measure = args, process, title, measure
         self.folder = Path(args.out)
         self.total, self.epoch_steps = steps, epoch_steps
@@ -58,8 +60,8 @@ class Run:
             self.save_every, self.last_every = args.save_every * epoch_steps, epoch_steps
         self.stop_step = min(steps, args.max_steps or steps)
         self.parts = parts | {"scaler": process.scaler}
-        self.record = {"args": vars(args), "images": images, "classes": list(classes),
-                       "weights": weights, "encoder": encoder}
+        self.record = {"args": vars(args), "images": images, "val_images": val_images,
+                       "classes": list(classes), "weights": weights, "encoder": encoder}
         self.start_step = 0                  # the step of last.pt
         self.log_bytes = 0              # the log's length when last.pt was written
         self.best_scores = {}
@@ -81,8 +83,9 @@ class Run:
         self.process.agree(self.args, self.prepare)
         if self.process.rank == 0:      # a run that was killed logs each step once
             self.file.seek(self.file.truncate(min(self.log_bytes, self.file.tell())))
-            record = self.record | {"origin": find_origin()}      # for people
-            (self.folder / "args.json").write_text(json.dumps(record, indent=1))
+            if self.start_step < self.total:      # a complete run keeps its origin
+                record = self.record | {"origin": find_origin()}      # for people
+                (self.folder / "args.json").write_text(json.dumps(record, indent=1))
         if self.start_step == 0:             # a full disk shows now, not after the first epoch
             self.save("last.pt", 0, *self.parts)
             if not self.measure:
@@ -113,8 +116,8 @@ class Run:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise UserError(f"{self.folder}: another process trains in this folder") from None
-        except OSError:      # the file system has no locks
-            pass
+        except OSError:
+            note(f"{self.folder}: this file system has no locks; two processes must not train here")
         found = [file.name for file in (*self.folder.glob("*.pt"), self.folder / "log.jsonl")
                  if file.stat().st_size]
         if found and "last.pt" not in found:
@@ -132,8 +135,8 @@ class Run:
             if name != "scaler" or state["amp"] == str(self.process.amp):
                 part.load_state_dict(state[name])
         self.start_step = self.updated_step = state["step"]
-        self.log_bytes, self.best_scores, self.due = (
-            state["log_bytes"], state["best"], state["evaluation_due"])
+        self.log_bytes, self.best_scores = state["log_bytes"], state["best"]
+        self.due = state.get("evaluation_due", False)      # earlier versions do not say
 
     # ------------------------------------------------------------------------- the loop
 
@@ -204,6 +207,8 @@ class Run:
             self.evaluate(done)
         if stops or done == self.stop_step:
             self.report(done, stops)
+            # all ranks keep their signal handlers until rank 0 has saved
+            self.process.sum(torch.zeros((), device=self.process.device))
         self.start_clock(done)
         return stops
 
@@ -231,6 +236,7 @@ class Run:
         if stops and (done < self.stop_step or self.due):
             name = signal.Signals(self.stop_signal).name if self.stop_signal else "a signal"
             words.append(f"stopped by {name}; the same command resumes")
+            common.stopped_by = self.stop_signal
         note("; ".join(words), sys.stdout)
 
     # ---------------------------------------------------------------- log and checkpoints
@@ -289,7 +295,7 @@ class Run:
         state = {part: self.parts[part].state_dict() for part in parts}
         if not is_finite(state):
             raise UserError(f"step {done}: the model or the optimizer holds a NaN or infinity, "
-                            f"and {name} is not written")
+                            f"and {name} is not written; --amp bf16 may help")
         state |= self.record | {
             "amp": str(self.process.amp), "step": done, "epoch": done / self.epoch_steps,
             "best": self.best_scores, "evaluation_due": self.due, "log_bytes": self.file.tell()}
@@ -321,9 +327,11 @@ def identity(record: dict) -> dict:
     """
     flags = {common.flag(name): value for name, value in record["args"].items()
              if name not in FREE_FLAGS}
-    found = data.describe(record["images"], record["classes"])
-    return {"--stage": flags["--stage"]} | flags | {
-        "the digest of the pretrained weights": record["weights"]} | found
+    facts = {"the number of images": record["images"]}
+    if "weights" in record:      # records of earlier versions have no more
+        facts |= {"the digest of the pretrained weights": record["weights"]} | data.describe(
+            record["args"]["data"], record["images"], record["val_images"], record["classes"])
+    return {"--stage": flags["--stage"]} | flags | facts
 
 
 def read_lines(path: Path) -> list[dict]:

@@ -37,7 +37,7 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     | tee "$printed" || code=$?
 
 # A run that is complete, or whose --max-steps are done, does not print this.
-if [[ $code = 0 ]] && grep -q 'stopped by \(SIGUSR1\|a signal\)' "$printed"; then
+if grep -q 'stopped by \(SIGUSR1\|a signal\)' "$printed"; then
     scontrol requeue "$SLURM_JOB_ID"
 else
     exit $code

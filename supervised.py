@@ -19,7 +19,6 @@ from common import UserError, fraction, positive
 from model import IMAGENET_MEAN, IMAGENET_STD, ViT, pool
 from run import Run
 
-EVAL_BATCH = 256          # images per forward pass; any number gives the same scores
 EXPERT_DROPOUT = 0.4
 
 
@@ -157,7 +156,8 @@ def accuracy(model: nn.Module, views: data.CenterViews, args, process: common.Pr
     model: images [B, 3, S, S] in [0, 1] -> logits [B, C]
     """
     hits = torch.zeros(2, dtype=torch.long, device=process.device)
-    for batch in data.eval_batches(views, EVAL_BATCH, args, process):
+    batch_size = args.micro_batch or data.MICRO_BATCH      # any number gives the same scores
+    for batch in data.eval_batches(views, batch_size, args, process):
         with process.autocast():
             logits = model(batch["image"] / 255)
         top = logits.topk(min(5, logits.shape[1]), dim=1).indices
@@ -192,7 +192,8 @@ def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dat
     def evaluate() -> dict[str, float]:
         return accuracy(model, val_views, args, process)
 
-    return fit(args, process, model, views, compute_loss, evaluate, classes=dataset.classes, **run)
+    return fit(args, process, model, views, compute_loss, evaluate, val_images=len(val),
+               classes=dataset.classes, **run)
 
 
 # ----------------------------------------------------------------------------- the loop
