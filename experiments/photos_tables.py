@@ -44,13 +44,15 @@ def compare(rows: list[dict], arm: str, other: str, measure: str) -> str:
 
 
 def print_table(rows: list[dict]):
+    most = len({row["seed"] for row in rows})
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")
     for arm in ARMS:
         if own := [row for row in rows if row["arm"] == arm]:
             cells = [compare(rows, arm, other, measure) for measure in ("probe", "knn")
                      for other in ("none", "uniform")]
-            print("| " + " | ".join([arm, f"{np.mean([row['probe'] for row in own]):.1f}", *cells])
-                  + " |")
+            name = arm + f" ({len(own)} seeds)" * (len(own) < most)
+            probe = f"{np.mean([row['probe'] for row in own]):.1f}"
+            print("| " + " | ".join([name, probe, *cells]) + " |")
 
 
 def draw(cache: Path, path: Path, seed: int = 0, count: int = 8):
