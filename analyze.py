@@ -118,10 +118,9 @@ class Seen(NamedTuple):
 
 
 @torch.no_grad()
-def collect(checkpoint: dict, encoder: ViT, args, process: common.Process) -> Seen:
-    """Lets the encoder and its teacher see images, in batches. Raises UserError."""
+def collect(checkpoint: dict, encoder: ViT, name: str, args, process: common.Process) -> Seen:
+    """Lets the encoder and its teacher see images of the set `name`. Raises UserError."""
     size, blocks = encoder.config["image_size"], encoder.moe_blocks
-    name = args.data or data.trained_on(checkpoint)
     views = data.CenterViews(data.open_images(name, "val", size, labels=False), size)
     rng = np.random.default_rng(args.seed)
     indices = torch.from_numpy(rng.permutation(len(views))[:args.images])
@@ -155,7 +154,7 @@ def collect(checkpoint: dict, encoder: ViT, args, process: common.Process) -> Se
     return Seen(pictures, sampled, entering, dispatch, torch.cat(losses) if teacher else None)
 
 
-def analyze_checkpoint(path: str, args, process: common.Process) -> dict:
+def analyze_checkpoint(path: str, name: str, args, process: common.Process) -> dict:
     """Measures one checkpoint -> what is written and drawn of it. Raises UserError.
 
     numbers: for routing.json
@@ -178,7 +177,7 @@ def analyze_checkpoint(path: str, args, process: common.Process) -> dict:
         raise UserError(f"--block {shown}: the MoE blocks of {path} are {blocks}")
     if args.compile:
         encoder.compile_blocks()
-    seen = collect(checkpoint, encoder, args, process)
+    seen = collect(checkpoint, encoder, name, args, process)
 
     # The numbers of each block; lists have one for each expert.
     file = Path(path).resolve()
@@ -357,9 +356,10 @@ def main(args) -> list[dict]:
     """-> the numbers of routing.json, one dict for each checkpoint"""
     process = common.Process(args)
     models = []
+    name = args.data or data.trained_on(load_checkpoint(args.checkpoints[0]))      # of all
     print(LEGEND)
     for path in args.checkpoints:
-        models.append(analyze_checkpoint(path, args, process))      # one is in memory at a time
+        models.append(analyze_checkpoint(path, name, args, process))      # one at a time in memory
         report(models[-1]["numbers"])
     numbers = [model["numbers"] for model in models]
     out = Path(args.out or Path(args.checkpoints[0]).parent)

@@ -51,8 +51,8 @@ class GradNorm(ObjectiveWeights):
 
     G_k is the norm of objective k's weighted gradient at the layer `shared`. r_k = q_k /
     mean(q) is the relative training rate, where q_k is loss k divided by its first value. Each
-    weight takes a gradient step of size `lr` on |G_k - mean(G) r_k ** alpha|, with mean(G) r_k
-    ** alpha held constant; then the weights are scaled to sum to K. The argument `weights` only
+    weight takes a gradient step of size `lr` on |G_k - target_k|, where target_k = mean(G) * r_k **
+    alpha is held constant; then the weights are scaled to sum to K. The argument `weights` only
     sets their number and device.
     """
 

@@ -5,12 +5,6 @@ set -e
 small="--data shapes-noise --model vit_nano --image-size 48 --patch-size 6 --warmup-epochs 1
        --lr 2e-3 --drop-path 0 --amp off"
 out=runs/demo$(printf %s "$*" | tr -cs 'a-zA-Z0-9.' -)
-before=
-for word; do
-    if [ "$before" = --out ]; then out=$word; fi
-    case $word in --out=*) out=${word#--out=} ;; esac
-    before=$word
-done
 
 echo "1 of 5: a teacher, trained from scratch on synthetic images and their labels"
 python finetune.py $small --batch-size 64 --epochs 2 --augment plain \

@@ -1,10 +1,10 @@
-"""The losses of ExPLoRe: what each patch costs, and how much it counts.
+"""The losses of ExPLoRe: what each patch costs, and how much it counts. It needs nothing but torch.
 
 The order is the paper's: the loss of each patch (Eq. 1 to 3), the weighted mean over patches
 (Eq. 5), the router regularizer (Eq. 6 and 7), and `explore_losses`, which computes all of them for
 a student. The training loop weights the losses by w (Eq. 8) and adds the regularizer. The paper
 prints Eq. 8 with weighted losses divided by the number of patches; this file divides them by the
-sum of the weights, as Eq. 5 does. It needs nothing but torch.
+sum of the weights, as Eq. 5 does.
 
 Shapes: B images, N patches, V visible patches, T student tokens with [CLS] first, E experts,
 D features, K objectives. Patch losses and weights are [B, N], or [B, V] if only visible patches

@@ -5,8 +5,8 @@
         --teacher runs/teacher/last.pt --batch-size 64 --lr 2e-3 --epochs 4 --warmup-epochs 1
 
 The first command trains the paper's main model on ImageNet; the flags that it names are the
-defaults. The second command runs on a laptop; the second one in finetune.py --help trains its
-teacher.
+defaults. The second command runs on a laptop; its teacher comes from the second command in
+finetune.py --help.
 """
 
 import argparse

@@ -81,7 +81,8 @@ class Run:
         Checks that all processes agree on flags, data and this step. Raises UserError.
         """
         self.process.agree(self.args, self.prepare)
-        if self.process.rank == 0:      # a run that was killed logs each step once
+        if self.process.rank == 0:
+            # drop what a run that was killed had logged after last.pt
             self.file.seek(self.file.truncate(min(self.log_bytes, self.file.tell())))
             if self.start_step < self.total:      # a complete run keeps its origin
                 record = self.record | {"origin": find_origin()}      # for people

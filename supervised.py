@@ -212,7 +212,8 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
     normalized = any(isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d))
                      for layer in model.modules())
     mixed = vars(args).get("augment") == "strong"
-    if (normalized or mixed) and args.batch_size == process.world * micro_steps:
+    micro_batch = args.batch_size // (process.world * micro_steps)
+    if (normalized or mixed) and micro_batch == 1:
         raise UserError("micro-batches of one image: batch normalization and mixup need more "
                         "images, so give a larger --micro-batch or --batch-size")
     if "epochs" in args:

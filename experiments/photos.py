@@ -64,7 +64,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--arms", nargs="+", choices=ARMS, default=ARMS, metavar="ARM")
     add("--seeds", nargs="+", type=int, default=range(3, 15))
     add("--epochs", type=int, default=16)
-    add("--images", type=int, default=4000, help="a divisor of 20,000")
+    add("--images", type=int, default=4000, help="images to train on, at most 20,000")
     add("--lambda", type=float, dest="lambda_", default=DEFAULTS["lambda_"])
     add("--router-rate", type=float, default=DEFAULTS["router_rate"])
     return parser.parse_args(argv)
@@ -174,7 +174,8 @@ def accuracies(vit: ViT, bank: dict, test: dict) -> dict:
 
 def open_cache(cache: Path, images: int) -> tuple[dict, dict]:
     """The training set and the test set: images, labels and, for training, the teacher's tokens"""
-    bank = {name: np.load(cache / f"train_{name}.npy", mmap_mode="r")[::COUNTS["train"] // images]
+    bank = {name: np.load(cache / f"train_{name}.npy", mmap_mode="r")[
+        ::COUNTS["train"] // images][:images]
             for name in ("images", "labels", "tokens")}
     return bank, {name: np.load(cache / f"val_{name}.npy") for name in ("images", "labels")}
 

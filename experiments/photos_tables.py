@@ -73,7 +73,8 @@ def draw(cache: Path, path: Path, seed: int = 0, count: int = 8):
 
 
 def main(args: argparse.Namespace):
-    rows = [row for row in read_lines(args.rows) if row["seed"] not in TUNING]
+    rows = [row for row in read_lines(args.rows) if row["seed"] not in TUNING
+            and (DEFAULTS | ARMS[row["arm"]]).items() <= row.items()]
     for epochs, images in sorted({(row["epochs"], row["images"]) for row in rows}):
         found = [row for row in rows if (row["epochs"], row["images"]) == (epochs, images)]
         seeds = {row["seed"] for row in found}
