@@ -237,8 +237,9 @@ def draw_heatmaps(models: list[dict], experts: int, path: Path):
 
     Red patches have more than the uniform weight, blue ones less. All rows have one scale of
     colors, so that weights which hardly vary are pale beside others. The scale leaves out the 1 %
-    of the patches whose weights are furthest from uniform, because few of them would make all
-    others pale. It reaches at least 10 % up and down, so that rows may all be pale.
+    of the patches whose weights are furthest from uniform, or whose losses are highest, because few
+    of them would make all others pale. The scale of weights reaches at least 10 % up and down, so
+    that rows may all be pale.
     """
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
@@ -259,7 +260,7 @@ def draw_heatmaps(models: list[dict], experts: int, path: Path):
         losses = model["losses"].numpy()
         title = f"token loss of {model['numbers']['name']}"
         rows.append((f"{title} from {losses.min():.2f} to {losses.max():.2f}", "token loss",
-                     losses, dict(cmap="viridis", vmin=losses.min(), vmax=losses.max())))
+                     losses, dict(cmap="viridis", vmax=np.quantile(losses, 0.99))))
 
     count = 1 + len(rows)
     single = len(images) == 1
