@@ -23,5 +23,5 @@ python plot.py "$out"
 echo "5 of 5: what the router learned, before pretraining and after each epoch"
 python analyze.py "$out"/epoch_*.pt --images 50 --amp off
 
-echo "Open $out/heatmaps.png first. Red patches count more in the token loss, blue ones less:" \
-    "compare the shape, whose tokens are easy to predict, with the background, from row to row."
+echo "Open $out/heatmaps.png first. Red patches count more in the token loss, blue ones less;" \
+    "the last row shows what each patch costs."
