@@ -116,10 +116,10 @@ def coupled_loss(patch_loss: Tensor, selected: Tensor, weights: Tensor | None = 
     if weights is None:
         return unweighted, metrics
     weight = patch_weights(weights, expert, detach, prefix)
-    if kind == "combine":      # not normalized, as in the paper: a router can make the loss vanish
-        loss = weighted_mean(weight * patch_loss, selected)
-    else:
+    if kind == "dispatch":     # Eq. 5; unless it is detached, the router learns through `weight`
         loss = weighted_mean(patch_loss, weight * selected)
+    else:      # combine: not normalized, as in the paper, so a router can make the loss vanish
+        loss = weighted_mean(weight * patch_loss, selected)
     return loss, metrics | {"unweighted": unweighted, "ratio": loss / unweighted}
 
 
@@ -127,7 +127,8 @@ def loss_spread(patch_loss: Tensor, selected: Tensor) -> Tensor:
     """The standard deviation of the selected patches' losses in an image, averaged over images.
 
     patch_loss [B, N], selected [B, N], 1 or 0 -> scalar. With w of Eq. 8, weights proportional to
-    exp(-w loss / lambda) vary by about w * spread / lambda of their mean, if that is small.
+    exp(-w loss / lambda) vary by about w * spread / lambda of their mean, if that is small; a
+    router's vary less.
     """
     count = selected.sum(1).clamp_min(1)
     mean = (selected * patch_loss).sum(1) / count

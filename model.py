@@ -148,7 +148,8 @@ class SoftMoE(nn.Module):
         outputs = torch.baddbmm(self.b2[:, None], hidden, self.w2)                 # [E, B, D]
         kept = F.dropout(torch.ones_like(outputs[..., :1]), self.dropout, self.training)
         outputs = outputs * kept
-        return torch.einsum("bte,ebd->btd", routing.combine.to(outputs.dtype), outputs), routing
+        y = torch.einsum("bte,ebd->btd", routing.combine.to(outputs.dtype), outputs)
+        return y, routing      # with its graph: patch losses train the router through `dispatch`
 
 
 # ------------------------------------------------------------------- Vision Transformer

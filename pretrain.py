@@ -201,9 +201,10 @@ def main(args):
 
     lambdas = args.entropy_weight + args.entropy_weight[-1:] * args.experts     # repeat the last
     lambdas = torch.tensor(lambdas[:args.experts], device=process.device)       # [E]
-    routed = dict(objectives=OBJECTIVES[args.objective], loss_block=args.loss_block,
-                  loss_weights=args.loss_weights, detach=args.detach, lambdas=lambdas,
-                  entropy_on=args.entropy_on, importance_weight=args.importance_weight)
+    loss_settings = dict(
+        objectives=OBJECTIVES[args.objective], loss_block=args.loss_block, lambdas=lambdas,
+        loss_weights=args.loss_weights, detach=args.detach, entropy_on=args.entropy_on,
+        importance_weight=args.importance_weight)
 
     title = f"{args.model} with {args.experts} experts, taught by {args.teacher},"
     run = Run(args, process, title, steps=steps, epoch_steps=epoch_steps, images=len(dataset),
@@ -233,8 +234,9 @@ def main(args):
             with process.accumulating(parallel, last=micro_step == micro_steps):
                 with process.autocast():
                     pred = parallel(normalize(images), mask, batch["ids_keep"])
+                # pred.routing weights the patches, and learns from their losses
                 losses, regularizer, metrics = explore_losses(pred, targets, images, mask,
-                                                              **routed)
+                                                              **loss_settings)
                 loss = (w * losses).sum() + regularizer             # Eq. 8, and Eq. 7
                 balance.observe(losses)
                 process.scaler.scale(loss / micro_steps).backward()

