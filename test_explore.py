@@ -8,16 +8,13 @@ import argparse
 import colorsys
 import contextlib
 import copy
-import errno
 import functools
 import gc
-import io
 import itertools
 import json
 import math
 import multiprocessing
 import os
-import pickle
 import random
 import re
 import shlex
@@ -29,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 import zlib
 from collections import namedtuple
@@ -232,11 +228,6 @@ def test_patches_are_dropped_or_replaced_around_the_position_embedding():
     assert torch.allclose(dense[:, 1:], torch.where(mask[..., None], replaced, whole[:, 1:]))
 
 
-def test_images_of_another_size_are_refused_in_a_line_that_names_both():
-    with pytest.raises(ValueError, match=r"\(40, 32\) pixels; this ViT takes 32 x 32, a grid of 4"):
-        nano()(torch.rand(1, 3, 40, 32))
-
-
 def test_a_soft_moe_takes_the_place_of_the_mlp_in_the_blocks_asked_for():
     vit = nano(experts=2, moe_blocks=[3, 0, 3]).double()
     assert vit.moe_blocks == vit.config["moe_blocks"] == [0, 3]      # in order, and once
@@ -252,9 +243,6 @@ def test_a_soft_moe_takes_the_place_of_the_mlp_in_the_blocks_asked_for():
             torch.testing.assert_close(routing[i], expected)
         x = x + 0.1 * y
     torch.testing.assert_close(tokens, vit.norm(x), rtol=1e-5, atol=1e-6)
-    for wrong in (dict(experts=2, moe_blocks=[1, 4]), dict(image_size=33)):
-        with pytest.raises(ValueError):
-            nano(**wrong)
 
 
 @pytest.mark.parametrize("grid, ratio, masked", (
@@ -280,9 +268,12 @@ def test_the_student_never_sees_a_masked_patch(dense):
         other = student(torch.where(where, rand(4, 3, 40, 40), images), mask, visible(mask))
         assert torch.equal(other.tokens, pred.tokens) == same
         assert torch.equal(other.pixels, pred.pixels) == same
+    if not dense:      # without the indices of the visible patches, it would see every patch
+        with pytest.raises(ValueError, match="ids_keep"):
+            student(images, mask)
 
 
-def test_one_mask_for_all_images_is_that_of_each_and_another_number_is_an_error():
+def test_one_mask_for_all_images_is_that_of_each():
     student, images, mask = make_student()
     targets, mask = randn(4, 26, 7), mask[:1].expand(4, -1)
     found = []
@@ -290,59 +281,6 @@ def test_one_mask_for_all_images_is_that_of_each_and_another_number_is_an_error(
         pred = student(images, mask, ids_keep)
         found.append(losses.explore_losses(pred, targets, images, mask, objectives=ALL)[0])
     torch.testing.assert_close(*found)
-    with pytest.raises(RuntimeError):
-        student(images, mask, visible(mask)[:2])
-
-
-def test_a_sparse_student_without_the_indices_of_visible_patches_is_an_error():
-    """It would see every patch."""
-    student, images, mask = make_student()
-    with pytest.raises(ValueError, match="ids_keep"):
-        student(images, mask)
-
-
-@pytest.mark.parametrize("dense", (False, True))
-def test_a_student_that_is_exported_takes_another_number_of_images(dense):
-    """And drops other paths of each."""
-    encoder = nano(image_size=40, experts=2, drop_path=0.3)
-    student, mask = small_student(encoder, 7, dense=dense).double(), make_student()[2]
-    images, ids_keep = rand(4, 3, 40, 40), visible(mask)
-    batch = torch.export.Dim("batch", min=2, max=64)
-    program = torch.export.export(student, (images, mask, ids_keep),
-                                  dynamic_shapes=({0: batch}, {0: batch}, {0: batch}))
-    dropped = program.module()(*(torch.cat([x, x, x]) for x in (images, mask, ids_keep)))
-    assert dropped.tokens.shape[0] == 12 and not torch.equal(*dropped.tokens[:8].split(4))
-    program = torch.export.export(student.eval(), (images, mask, ids_keep),
-                                  dynamic_shapes=({0: batch}, {0: batch}, {0: batch}))
-    found = program.module()(images[:3], mask[:3], ids_keep[:3])
-    torch.testing.assert_close(found.tokens, student(images[:3], mask[:3], ids_keep[:3]).tokens)
-
-
-def test_onnx_has_a_batch_of_any_size(tmp_path):
-    onnx = pytest.importorskip("onnx")      # which requirements.txt does not install
-    pytest.importorskip("onnxscript")
-    torch.onnx.export(nano(experts=2).eval(), (torch.rand(3, 3, 32, 32),), tmp_path / "x.onnx",
-                      dynamo=True, dynamic_shapes=({0: torch.export.Dim("batch")},))
-    for each in onnx.load(tmp_path / "x.onnx").graph.output:
-        assert each.type.tensor_type.shape.dim[0].dim_param
-
-
-def test_a_model_that_is_made_without_memory_trains_once_its_weights_are_loaded():
-    """The meta device, as fully sharded training recommends it; drop path stays as it was."""
-    whole = nano(experts=2, drop_path=0.3)
-    with torch.device("meta"):
-        vit = nano(experts=2, drop_path=0.3)
-    for junk in (0.0, 0.9):
-        vit.to_empty(device="cpu")
-        for x in vit.buffers():
-            x.fill_(junk)
-        vit.load_state_dict(whole.state_dict(), strict=True)
-        images = torch.rand(64, 3, 32, 32)
-        outputs = []
-        for each in (whole, vit):
-            torch.manual_seed(3)
-            outputs.append(each(images)[0])
-        torch.testing.assert_close(*outputs)
 
 
 def test_pooling_is_cls_or_the_mean_patch_and_nothing_else():
@@ -351,35 +289,6 @@ def test_pooling_is_cls_or_the_mean_patch_and_nothing_else():
     assert torch.allclose(model.pool(tokens, "mean"), tokens[:, 1:].sum(1) / 4)
     with pytest.raises(ValueError, match="CLS"):
         model.pool(tokens, "CLS")
-
-
-def test_a_block_finds_the_routing_of_a_soft_moe_in_a_wrapper():
-    """Such as peft's adapters, PyTorch's checkpoint_wrapper and torch.compile"""
-    class Wrapper(nn.Module):
-        def __init__(self, inside):
-            super().__init__()
-            self.inside = inside
-
-        def forward(self, x):
-            return self.inside(x)
-    vit, images = nano(experts=2), torch.rand(2, 3, 32, 32)
-    tokens, routing = vit(images)
-    vit.blocks[1].mlp, vit.blocks[2].mlp = (Wrapper(vit.blocks[i].mlp) for i in (1, 2))
-    torch.testing.assert_close(vit(images), (tokens, routing), rtol=0, atol=0)
-
-
-def test_images_of_the_wrong_kind_are_an_error(teacher):
-    frozen = build_frozen(teacher)
-    with pytest.raises(TypeError, match="uint8"):
-        frozen(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
-    for images in (torch.rand(2, 4, 5, 6), torch.ones(2, 3, 5, 6, dtype=torch.uint8)):
-        with pytest.raises(ValueError, match=r"expected floats in \[0, 1\], \[..., 3, H, W\]"):
-            model.normalize(images)
-    with pytest.raises(ValueError):
-        model.normalize(torch.rand(2, 3, 5, 6), std=(0.5,))
-    wide = torch.rand(1, 3, 32, 48)      # both sides count
-    assert torch.equal(frozen(wide), frozen(F.interpolate(
-        wide, (32, 32), mode="bicubic", antialias=True)))
 
 
 @pytest.mark.parametrize("dense", (False, True))
@@ -399,7 +308,7 @@ def test_drop_path_rises_with_depth_drops_both_branches_and_keeps_the_expectatio
     assert isinstance(vit.blocks[0].drop_path, nn.Identity)
     shares = [block.drop_path.p for block in vit.blocks[1:]]
     assert shares == pytest.approx([0.1, 0.2, 0.3])
-    assert not any("drop_path" in name for name in vit.state_dict())
+    assert not list(vit.buffers())      # a model made on the meta device would have junk in them
     block = vit.blocks[3]
     kept = block.drop_path(torch.ones(4000, 2, 3))
     assert kept.unique().tolist() == pytest.approx([0, 1 / (1 - 0.3)])
@@ -521,15 +430,6 @@ def test_cls_loss_is_equation_2():
     pred, target = randn(2, 5, 192)
     expected = 1 - np.mean([cosine(*pair).item() for pair in zip(pred, target)])
     assert losses.cls_loss(pred, target).item() == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("precision", (torch.bfloat16, torch.float16))
-def test_half_precision_predictions_of_float32_targets_have_a_gradient(precision):
-    pred, target = torch.randn(2, 5, 7), torch.randn(2, 5, 7)
-    half, exact = pred.to(precision).requires_grad_(), pred.to(precision).float().requires_grad_()
-    for x in (half, exact):
-        losses.token_loss(x, target).mean().backward()
-    torch.testing.assert_close(half.grad.float(), exact.grad, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("channels", (1, 3, 4))
@@ -775,24 +675,17 @@ def test_a_weighted_mean_broadcasts_nothing(patch_loss, weight):
 
 @pytest.mark.parametrize("dense", (False, True))
 def test_without_the_cls_loss_targets_need_no_cls(dense):
+    """Targets with registers would be those of other patches."""
     case = make_case(dense)
     patches = case._replace(targets=case.targets[:, 1:])
     torch.testing.assert_close(couple(case, objectives=["token"]),
                                couple(patches, objectives=["token"]))
-    with pytest.raises(ValueError, match="tokens"):
-        couple(patches, objectives=["token", "cls"])
+    registers = case._replace(targets=torch.cat([case.targets, case.targets[:, :4]], dim=1))
+    for wrong in (patches, registers):
+        with pytest.raises(ValueError, match="tokens"):
+            couple(wrong, objectives=["token", "cls"])
     with pytest.raises(ValueError, match="prefix"):
         couple(make_case(dense, prefix=0), objectives=["token", "cls"], prefix=0)
-
-
-def test_losses_refuse_targets_with_registers_and_unknown_words():
-    case = make_case()
-    registers = case._replace(targets=torch.cat([case.targets, case.targets[:, :4]], dim=1))
-    with pytest.raises(ValueError, match="30 tokens"):
-        couple(registers)
-    for unknown in (dict(objectives=["CLS"]), dict(loss_weights="dipsatch")):
-        with pytest.raises((AttributeError, KeyError)):
-            couple(case, **unknown)
 
 
 # ------------------------------------------------------------- balance: w, the paper's baselines
@@ -1057,26 +950,14 @@ BIAS = "blocks.3.norm1.bias"
 
 
 @pytest.mark.parametrize("content, expected", (
-    (lambda vit: None, "No such file"), (Path, "Is a directory"),
-    (lambda vit: [1, 2], "neither an ExPLoRe checkpoint"),
-    (lambda vit: {"weight": torch.zeros(1)},
-     "no tensor 'patch_embed.proj.weight' among 1, such as 'weight'"),
-    (lambda vit: {"encoder.cls": torch.zeros(1), "step": 3}, "such as 'encoder.cls'"),
     (lambda vit: {name: x for name, x in vit.items() if name != BIAS}, BIAS),
-    (lambda vit: vit | {BIAS: torch.zeros(3)}, BIAS),
-    (lambda vit: nano().state_dict(), "width of 96"),
-    (lambda vit: {"model": {}, "encoder": nano().config, "args": {}}, "cls_token")))
-def test_a_file_that_does_not_load_is_named_with_the_reason(tmp_path, content, expected):
-    path = tmp_path / "x.pt"
-    if content is Path:
-        path.mkdir()
-    elif (content := content(nano(dim=192).state_dict())) is not None:
-        torch.save(content, path)
-    with pytest.raises(common.UserError) as caught:
-        encoders.load_encoder(path)
-    error = str(caught.value)
-    assert error.startswith(str(path)) and expected.format(path=path) in error
-    assert len(error.splitlines()) == 1
+    (lambda vit: vit | {"blocks.3.norm3.bias": torch.zeros(3)}, "norm3.bias"),
+    (lambda vit: nano().state_dict(), "width of 96")),      # of how many heads?
+    ids=("a tensor is missing", "a tensor has no place", "heads are unknown"))
+def test_a_file_that_fits_in_part_does_not_load(tmp_path, content, expected):
+    torch.save(content(nano(dim=192).state_dict()), tmp_path / "x.pt")
+    with pytest.raises(common.UserError, match=expected):
+        encoders.load_encoder(tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize("name", (
@@ -1104,15 +985,6 @@ def test_code_in_a_file_never_runs(tmp_path, monkeypatch):
     assert not Path("sprung").exists()
 
 
-def test_a_checkpoint_that_was_saved_on_a_gpu_is_read_into_the_memory_of_the_cpu(tmp_path,
-                                                                                 monkeypatch):
-    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
-    path = Path(write_checkpoint(tmp_path / "x.pt"))
-    assert b"cuda:0" in path.read_bytes()
-    state = encoders.load_checkpoint(path)["model"]
-    assert {value.device.type for value in state.values()} == {"cpu"}
-
-
 def test_position_embeddings_resize_to_another_grid_as_timms():
     from timm.layers import resample_abs_pos_embed
     embed = torch.randn(1, 17, 3)
@@ -1136,18 +1008,6 @@ def test_a_student_is_loaded_with_its_head_and_predicts_as_it_did(stage, teacher
     seen = torch.rand(2, 3, 32, 32), mask, visible(mask)
     for ours, theirs in zip(student(*seen)[:2], trained(*seen)[:2]):
         assert ours is theirs is None or torch.equal(ours, theirs)
-
-
-def test_only_a_student_is_loaded_as_one_and_a_probes_head_names_its_encoder(stage, teacher,
-                                                                              tmp_path):
-    play("finetune", stage("finetune", "--max-steps 1", out="finetuned"))      # it has a head, too
-    for path in (teacher, tmp_path / "finetuned" / "last.pt"):
-        with pytest.raises(common.UserError, match=f"{path}: no student of pretrain.py"):
-            encoders.load_student(path)
-    argv = stage("linear", "--max-steps 1")
-    play("linear", argv)
-    with pytest.raises(common.UserError, match=re.escape(linprobe.parse_args(argv).encoder)):
-        encoders.load_encoder(tmp_path / "run" / "last.pt")
 
 
 @pytest.mark.parametrize("vit", (
@@ -1218,7 +1078,7 @@ def test_a_clip_teacher_is_open_clips_forward_with_quick_gelu_if_the_name_says_s
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::torch.jit.TracerWarning",
                             "ignore::DeprecationWarning")
-def test_a_torchscript_archive_as_openais_own_files_are_is_a_teacher(quick_gelu, tmp_path, capsys):
+def test_a_torchscript_archive_as_openais_own_files_are_is_a_teacher(quick_gelu, tmp_path):
     """Its weights are in half precision."""
     clip, images, expected = quick_gelu
     traced = torch.jit.trace(clip, (images, torch.ones(2, 8, dtype=torch.long)),
@@ -1228,9 +1088,6 @@ def test_a_torchscript_archive_as_openais_own_files_are_is_a_teacher(quick_gelu,
     teacher = build_frozen(f"small-16-quickgelu/{path}")
     assert {p.dtype for p in teacher.parameters()} == {torch.float32}
     assert torch.allclose(pooled(teacher, images), expected, atol=1e-4)
-    assert "uses QuickGELU" in capsys.readouterr().err
-    with pytest.raises(common.UserError, match=f"as in ViT-B-16-quickgelu/{path}"):
-        encoders.load_checkpoint(path)
 
 
 def test_a_tag_has_quick_gelu_if_its_record_says_so(quick_gelu, tmp_path, monkeypatch, capsys):
@@ -1250,8 +1107,8 @@ def test_a_tag_has_quick_gelu_if_its_record_says_so(quick_gelu, tmp_path, monkey
 @pytest.mark.parametrize("kind, side", (("clip", 96), ("ours", 48)))
 def test_a_teacher_resizes_images_to_have_the_students_grid(small_clips, teacher, kind, side):
     ours = build_frozen("small-16/random" if kind == "clip" else teacher, grid=6)
-    for size in (32, 112):
-        images = torch.rand(2, 3, size, size)
+    for size in ((32, 32), (112, 112), (side, 112)):
+        images = torch.rand(2, 3, *size)
         assert ours.image_size == side and ours(images).shape == (2, 37, ours.dim)
         resized = F.interpolate(images, (side, side), mode="bicubic", antialias=True).clamp(0, 1)
         assert torch.allclose(ours(images), ours(resized), atol=1e-5)
@@ -1362,23 +1219,6 @@ def test_a_timm_model_has_the_hubs_weights_unless_they_are_random(monkeypatch):
     assert [each.kwargs["pretrained"] for each in create.call_args_list] == [True, False]
 
 
-@pytest.mark.parametrize("name, expected", (
-    *((name, "no such file") for name in (
-        "dinov2", "", "/a/none.pt", "runs/none/last.pt", "ViT-B-16/", "RN50/random")),
-    ("timm/cait_xxs24_224/random", "neither a plain vision transformer, "),
-    ("timm/vit_none/random", "timm has no model"), ("ViT-B-16/none", "Pretrained "),
-    ("timm/hf-hub:nobody/none", "An error happened while trying to locate the file"),
-    ("small-16/FILE", "Error(s) in loading state_dict for CLIP: Missing key(s)"),
-    ("FILE", "neither an ExPLoRe checkpoint")))
-def test_what_cannot_be_a_teacher_is_named_with_the_reason(small_clips, tmp_path, name, expected):
-    torch.save({"weight": torch.zeros(1)}, tmp_path / "x.pt")
-    name = name.replace("FILE", str(tmp_path / "x.pt"))
-    with pytest.raises(common.UserError) as caught:
-        build_frozen(name)
-    error = str(caught.value)
-    assert error.startswith(f"{name}: {expected}") and len(error.splitlines()) == 1
-
-
 # ------------------------------------------------------------------------- data, shapes
 def beit_mask(rng, grid, count, smallest):
     """BEiT's MaskingGenerator in plain words, with random patches for what it leaves missing."""
@@ -1453,14 +1293,11 @@ def test_a_png_is_a_png_whatever_its_name_and_the_bytes_of_its_name(tmp_path):
         assert (image.permute(1, 2, 0).numpy() == PICTURE).all()
 
 
-@pytest.mark.parametrize("name, kind, said", (
-    ("gone.jpg", None, "No such file"), ("x.tiff", np.float32, "mode F"),
-    ("x.png", np.uint16, "mode I;16")))
-def test_images_that_are_gone_or_do_not_have_8_bits_are_named(tmp_path, name, kind, said):
+@pytest.mark.parametrize("name, kind", (("x.tiff", np.float32), ("x.png", np.uint16)))
+def test_images_that_do_not_have_8_bits_are_refused(tmp_path, name, kind):
     """Nobody knows which float is white, and 16 bits would become white."""
-    if kind:
-        Image.fromarray(PICTURE[..., 0].astype(kind)).save(tmp_path / name)
-    with pytest.raises(common.UserError, match=f"{tmp_path}/{name}: {said}"):
+    Image.fromarray(PICTURE[..., 0].astype(kind)).save(tmp_path / name)
+    with pytest.raises(common.UserError, match=f"{tmp_path}/{name}: mode"):
         data.read_image(tmp_path / name)
 
 
@@ -1484,19 +1321,6 @@ def test_images_have_pillows_pixels_upright_and_jpegs_without_pillow(tmp_path, m
         monkeypatch.setattr(Image, "open", Mock(side_effect=AssertionError))
     for name, pixels in expected.items():
         assert torch.equal(data.read_image(tmp_path / name), pixels), name
-
-
-@pytest.mark.parametrize("missing", (AttributeError, RuntimeError))
-def test_where_torchvision_does_not_decode_pillow_does_and_one_line_says_so(photos, monkeypatch,
-                                                                           capsys, missing):
-    path = f"{photos}/train/class_1/0.jpg"
-    expected = data.read_image(path)
-    monkeypatch.setattr(torchvision.io, "decode_jpeg", Mock(side_effect=missing))
-    data.print_once.cache_clear()
-    for _ in range(2):
-        assert torch.equal(data.read_image(path), expected)
-    line, = capsys.readouterr().err.splitlines()
-    assert "Pillow" in line
 
 
 def test_without_labels_all_images_below_a_folder_count_and_hidden_ones_do_not(tmp_path):
@@ -1567,22 +1391,19 @@ def test_classes_that_would_be_always_wrong_or_always_right_are_named(tmp_path, 
     data.open_images(str(tmp_path), split, 32, labels=False)
 
 
-def forbid_listing(monkeypatch, folder):
-    def scandir(path, scandir=os.scandir):
-        if Path(path) == Path(folder):      # a mode of 000 means nothing to root
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-    monkeypatch.setattr(os, "scandir", scandir)
-
-
 @pytest.mark.parametrize("labels", (True, False))
-@pytest.mark.parametrize("folder", ("val", "val/b", "val/b/deep"))
+@pytest.mark.parametrize("folder", ("val", "val/b/deep"))
 def test_a_folder_that_cannot_be_listed_is_an_error_and_never_empty(tmp_path, monkeypatch, labels,
                                                                     folder):
     """Without the class b, k-NN would find all others."""
     write_images(tmp_path, *(f"{split}/{name}" for split in ("train", "val")
                              for name in ("a/0.jpg", "b/0.jpg", "b/deep/1.jpg")))
-    forbid_listing(monkeypatch, tmp_path / folder)
+
+    def scandir(path, scandir=os.scandir):
+        if Path(path) == tmp_path / folder:      # a mode of 000 means nothing to root
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+    monkeypatch.setattr(os, "scandir", scandir)
     assert len(data.open_images(str(tmp_path), "train", 32, labels)) == 3
     with pytest.raises(common.UserError, match=f"cannot list the folder {tmp_path}/{folder}: Perm"):
         data.open_images(str(tmp_path), "val", 32, labels)
@@ -1602,21 +1423,13 @@ def test_what_may_not_be_meant_is_said(tmp_path, monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
-def test_torchvisions_sets_are_found_in_data(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("cifar10", "food101"):
-        with pytest.raises(common.UserError, match=f"--data {name}: data/ .*download=True"):
-            data.open_images(name, "train", 32)
+def test_torchvisions_sets_are_found_in_data_and_have_their_splits(tmp_path, monkeypatch):
     made = Mock(return_value=None)
     monkeypatch.setattr(torchvision.datasets.CIFAR10, "__init__", made)
     for split in ("train", "val"):
         data.open_images("cifar10", split, 32)
     assert made.mock_calls == [call("data", part, transform=TF.pil_to_tensor)
                                for part in (True, False)]
-
-
-def test_torn_files_of_torchvisions_sets_are_named(tmp_path, monkeypatch):
-    """And an image of Food-101 is replaced in training, as that of a folder is."""
     monkeypatch.chdir(tmp_path)
     kinds = {"train": ["pie/0", "pie/1", "soup/2"], "test": ["soup/3"]}
     write_images(tmp_path / "data/food-101/images",
@@ -1627,18 +1440,9 @@ def test_torn_files_of_torchvisions_sets_are_named(tmp_path, monkeypatch):
     train, val = (data.open_images("food101", split, 32) for split in ("train", "val"))
     assert [train[i][1] for i in range(3)] == [0, 0, 1] and val[0][1] == 1
     assert torch.equal(train[0][0], torch.from_numpy(PICTURE).permute(2, 0, 1))
-    broken = break_image(tmp_path / "data/food-101/images/pie/0.jpg")
+    break_image(tmp_path / "data/food-101/images/pie/0.jpg")
     with pytest.raises(common.UserError, match="cannot read the image .*food-101/images/pie/0.jpg"):
-        train[0]
-    views = data.TrainViews(train, 32, 7)
-    view = views.view(common.generator("view", 7, 0, 0), *train[1])
-    torch.testing.assert_close(views[0, 0], view, rtol=0, atol=0)
-    broken.unlink()
-    write_text("data/food-101/meta/test.json", "[")
-    write_text("data/cifar-10-batches-py/test_batch", "x")
-    for name in ("food101", "cifar10"):
-        with pytest.raises(common.UserError, match=f"--data {name}: data/ does not"):
-            data.open_images(name, "val", 32)
+        train[0]      # so that training takes the next one
 
 
 def write_text(path, text):
@@ -1648,11 +1452,9 @@ def write_text(path, text):
 
 # ---------------------------------------------------------------- broken images, loaders
 
-def loading(workers=2, **flags):
-    """(args, process) of a run on this machine's CPU, for data's loaders."""
-    args = pretrain.parse_args(["--amp", "off", "--workers", str(workers)])
-    for name, value in flags.items():
-        setattr(args, name, value)
+def loading():
+    """The flags and the process of a run without workers on this machine's CPU"""
+    args = pretrain.parse_args(["--amp", "off", "--workers", "0"])
     return args, common.Process(args)
 
 
@@ -1691,19 +1493,6 @@ def test_a_hundred_broken_images_in_a_row_or_a_whole_set_are_a_disk_that_is_gone
         data.first_readable(gone, 1)      # after all the others
 
 
-@pytest.mark.parametrize("workers", (0, 1))
-def test_a_broken_image_ends_an_evaluation_with_one_line(photos, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
-    folder = shutil.copytree(Path(photos, "val"), tmp_path / "val")
-    images = data.ImageFiles(str(folder), "no image")
-    path = break_image(images.path(3))
-    with pytest.raises(common.UserError) as caught:
-        list(data.eval_batches(data.CenterViews(images, 32), 8, *loading(workers)))
-    assert re.fullmatch(f"cannot read the image {path}: .*", str(caught.value))
-    del caught
-    gc.collect()      # of the error and its loader, which the interval gives time to leave
-
-
 def test_a_broken_scene_is_replaced_with_its_annotation_in_training_alone(scenes, tmp_path):
     same = Path(shutil.copytree(scenes, tmp_path / "same"))
     for name in ("images/training/{}.jpg", "annotations/training/{}.png"):
@@ -1715,28 +1504,6 @@ def test_a_broken_scene_is_replaced_with_its_annotation_in_training_alone(scenes
     torch.testing.assert_close(seen[1, 3], expected[1, 3], rtol=0, atol=0)
     with pytest.raises(common.UserError, match="cannot read the image"):
         segment.EvalScenes(seen.dataset, 32, 11)[3]
-
-
-@pytest.mark.parametrize("length, fits", ((70, True), (71, False)))
-def test_a_temporary_folder_with_a_long_name_is_refused_for_its_sockets(monkeypatch, length, fits):
-    """A socket's name has 108 bytes at most, and loaders would wait for each other for good."""
-    monkeypatch.setattr(data.tempfile, "gettempdir", lambda: "/" + "t" * (length - 1))
-    monkeypatch.setattr(data, "DataLoader", lambda *args, **kwargs: [{"label": torch.ones(1)}])
-    for workers in (0, 1):
-        batches = data.load([1, 2], [[0, 1]], loading(0)[1], workers)
-        with contextlib.nullcontext() if fits or not workers else pytest.raises(common.UserError):
-            assert list(batches) == [{"label": torch.ones(1)}]
-
-
-@pytest.mark.parametrize("kind", ("shapes", "labels", "photos"))
-def test_loaders_can_be_new_processes(photos, kind):
-    """Python 3.14 and macOS do not fork: views travel to loaders as pickles."""
-    images = data.open_images("shapes" if kind == "shapes" else photos, "train", 32,
-                              labels=kind != "photos")
-    for views, key in ((data.TrainViews(images, 32, 42, 4, 0.4), (1, 3)),
-                       (data.CenterViews(images, 32), 3)):
-        copy = pickle.loads(pickle.dumps((views, data.ignore_signals, TF.pil_to_tensor)))[0]
-        torch.testing.assert_close(copy[key], views[key], rtol=0, atol=0)
 
 
 # --------------------------------------------------------------------------------- views
@@ -1825,38 +1592,6 @@ def test_the_annotations_of_shapes_are_their_objects_in_their_colors():
 
 # ------------------------------------------------------------------ machine, optimization
 
-def test_a_users_error_is_one_line_and_exit_code_2_and_others_are_raised(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["/a/pretrain.py"])
-    with pytest.raises(SystemExit) as stop:
-        common.launch(Mock(side_effect=common.UserError("no such disk")), None)
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == "pretrain.py: error: no such disk\n"
-    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee ...")
-    with pytest.raises(SystemExit) as stop:
-        common.launch(Mock(side_effect=full), None)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and "--micro-batch" in error and "2 GiB" in error
-    assert len(error.splitlines()) == 1
-    compiling = torch._dynamo.exc.TorchRuntimeError("Failed to find C compiler")
-    with pytest.raises(torch._dynamo.exc.TorchRuntimeError):
-        common.launch(Mock(side_effect=compiling), None)
-    assert "--no-compile" in capsys.readouterr().err
-    for error in (ZeroDivisionError, RuntimeError):
-        with pytest.raises(error):
-            common.launch(Mock(side_effect=error), None)
-
-
-def test_an_error_of_a_file_is_one_line_that_names_it_unless_memory_is_missing():
-    for error, said in ((OSError(errno.ENOENT, "No such file"), "x: No such file"),
-                        (RuntimeError("two\nlines"), "x: two lines"), (KeyError(), "x: KeyError"),
-                        (common.UserError("y: mine"), "y: mine")):
-        with pytest.raises(common.UserError) as caught, common.naming("x"):
-            raise error
-        assert str(caught.value) == said
-    with pytest.raises(torch.OutOfMemoryError), common.naming("x"):
-        raise torch.OutOfMemoryError
-
-
 @pytest.mark.parametrize("flag, precision", (
     ("fp16", None), ("off", None), ("bf16", torch.bfloat16)))
 def test_without_cuda_fp16_becomes_float32(flag, precision):
@@ -1868,13 +1603,10 @@ def test_without_cuda_fp16_becomes_float32(flag, precision):
 
 @pytest.mark.parametrize("cores, processes, flags, workers", (
     (24, "1", "", 16), (24, "4", "", 6), (2, "4", "", 1), (24, "1", "--workers 40", 40)))
-@pytest.mark.parametrize("linux", (True, False))
-def test_a_process_has_its_share_of_the_cores_as_loaders(monkeypatch, linux, cores, processes,
-                                                         flags, workers):
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)      # as on macOS
-    monkeypatch.setattr(os, "cpu_count", lambda: 1000 if linux else cores)
-    if linux:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+def test_a_process_has_its_share_of_the_cores_as_workers(monkeypatch, cores, processes, flags,
+                                                         workers):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1000)      # a job has some of a machine's
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     assert pretrain.parse_args(flags.split()).workers == workers
 
@@ -1905,30 +1637,6 @@ def test_each_purpose_seed_step_rank_and_epoch_has_random_numbers_of_its_own():
 def test_any_number_of_processes_has_the_papers_batch_of_4096(flags, world, expected):
     """Micro-batches have 256 images at most, all the same number, and few only if asked to."""
     assert data.plan_steps(pretrain.parse_args(flags.split()), world, 1281167) == expected
-
-
-@pytest.mark.parametrize("flags, world", (
-    ("--batch-size 10", 4), ("--batch-size 2", 4), ("--batch-size 12 --micro-batch 4", 2),
-    ("--batch-size 100", 1), ("--batch-size 4098", 6), ("--batch-size 7710", 2)))
-def test_a_batch_must_divide_among_processes_and_have_no_more_images_than_there_are(flags, world):
-    """4098 is 6 x 683, and 7710 is 2 x 15 x 257; 683 and 257 are prime."""
-    with pytest.raises(common.UserError, match=" ".join(flags.split()[:2])):
-        data.plan_steps(pretrain.parse_args(flags.split()), world, 99)
-    assert data.plan_steps(pretrain.parse_args(["--batch-size", "99"]), 1, 99) == (1, 1)
-
-
-@pytest.mark.parametrize("name, flags, fits", (
-    ("ep", "--micro-batch 1", False), ("ep", "--batch-size 1", False),
-    ("ep", "--micro-batch 2", True), ("segment", "--micro-batch 1", False),
-    ("linear", "--micro-batch 1", False), ("linear", "--micro-batch 1 --augment plain", True)))
-def test_batch_normalization_and_mixup_need_two_images_at_a_time(stage, capsys, tmp_path, name,
-                                                                 flags, fits):
-    argv = stage(name, f"--max-steps 1 {flags}")
-    if fits:
-        play(name, argv)
-    else:
-        assert "--micro-batch" in refusal(capsys, name, *argv)
-        assert not (tmp_path / "run").exists()
 
 
 def test_the_linear_decay_is_mmcvs():
@@ -2037,14 +1745,6 @@ def test_an_update_is_skipped_and_counted_where_a_gradient_is_not_finite(amp, wr
     assert scaler.get_scale() == 1 and scaler.get_growth_factor() == (2 if amp == "fp16" else 1)
     assert steps.step(torch.randn(5, 7), clip_grad)["skipped"] == 0
     assert not torch.equal(steps.layers["used"].weight, before[0]["used.weight"])
-
-
-def test_gradients_of_several_processes_stay_views_of_their_buckets(monkeypatch):
-    steps = Steps(torch.amp.GradScaler("cpu"))
-    gradient = steps.layers["used"].weight.grad = torch.zeros(5, 7)
-    monkeypatch.setattr(common.dist, "is_initialized", lambda: True)
-    steps.step(torch.randn(5, 7), 3.0)
-    assert steps.layers["used"].weight.grad is gradient and not gradient.any()
 
 
 # --------------------------------------------------------------- a GPU that is not there
@@ -2472,7 +2172,8 @@ def test_two_processes_evaluate_the_model_that_is_saved_each_on_its_share(stage,
 
 
 def test_top1_and_top5_are_counted_over_all_batches_and_processes(monkeypatch):
-    args, process = loading(0, micro_batch=3)
+    args, process = loading()
+    args.micro_batch = 3
     process.sum = lambda hits: hits + torch.tensor([1, 1])      # another process's
     logits = torch.eye(8)[[0, 1, 2, 3]] + torch.arange(8) * 0.01
     views = [dict(image=torch.full((3, 8, 8), 255.0 * i), label=label)
@@ -2566,22 +2267,22 @@ def test_a_complete_run_stays_as_it_is(stage, monkeypatch, tmp_path, capsys):
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == written
 
 
-def driver(tmp_path, fault="None", log_every=1, stage="pretrain", first=""):
-    """Writes a program that trains, and evaluates `fault` in the middle of each step.
+def driver(tmp_path, fault="None", log_every=1, first=""):
+    """Writes a program that pretrains, and evaluates `fault` in the middle of each step -> its path
 
     `fault` is an expression of `step`, counted from 1, and `rank`. `first` are lines that run
-    before the training. -> the program's path
+    before the training.
     """
     path = tmp_path / "driver.py"
     path.write_text(f"""
 import itertools, os, signal, subprocess, sys, time, torch
 sys.path.insert(0, {str(HERE)!r})
-import optim, common, run, {stage} as stage
+import optim, common, run, pretrain
 {first}
 set_rate, steps, rank = optim.set_rate, itertools.count(1), os.environ.get("RANK")
 optim.set_rate = lambda *args: (step := next(steps), {fault}, set_rate(*args))
 run.LOG_EVERY = {log_every}
-common.launch(stage.main, stage.parse_args())
+common.launch(pretrain.main, pretrain.parse_args())
 """, "utf-8")
     return path
 
@@ -2598,30 +2299,28 @@ def test_no_step_synchronizes_a_gpu(stage, tmp_path, flags):
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-@pytest.mark.parametrize("method", (None, pytest.param("forkserver", marks=pytest.mark.skipif(
-    sys.platform != "linux", reason="workers are forked on Linux alone"))))
-def test_a_signal_that_reaches_the_loaders_too_stops_the_run_at_its_next_log_line(
-        stage, tmp_path, number, method):
+def test_a_signal_that_reaches_the_workers_too_stops_the_run_at_its_next_log_line(
+        stage, tmp_path, number):
     """Terminals and torchrun send it to the group of the run. Slurm sends some to all processes.
-    Python 3.14 would start workers by a fork server.
+    Python 3.14 would start workers by a fork server, which is set here.
     """
     kills = f"subprocess.call(['sh', '-c', 'kill -{int(number)} -$PPID'])"
     if number in (signal.SIGTERM, signal.SIGUSR1):
         kills += f", [os.kill(p.pid, {int(number)}) for p in multiprocessing.active_children()]"
     fault = f"step == 2 and ({kills})"
     argv = stage("pretrain", "--batch-size 2 --workers 1")
+    method = "forkserver" if sys.platform == "linux" else None
     first = f"import multiprocessing; multiprocessing.set_start_method({method!r}, force=True)"
     program = driver(tmp_path, fault, log_every=11, first=first)
     code, out, error = finish(start(program, *argv))
     # a shell goes on to the next command after Slurm's signal alone
     assert code == (0 if number == signal.SIGUSR1 else -number) and "Traceback" not in error, error
     assert f"stopped by {number.name}" in out
-    assert error.count("next line of the log") == 1      # no loader answers
+    assert error.count("next line of the log") == 1      # no worker answers
     assert encoders.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 11
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-@pytest.mark.parametrize("fails", (False, True))
+@pytest.mark.parametrize("number, fails", tuple(zip(STOP_SIGNALS, (True, False, True, False))))
 def test_a_signal_is_answered_at_once_and_given_back_when_main_ends(stage, monkeypatch, capfd,
                                                                     number, fails):
     """In a notebook, the next interrupt belongs to somebody else."""
@@ -2644,20 +2343,8 @@ def test_a_signal_is_answered_at_once_and_given_back_when_main_ends(stage, monke
         signal.signal(number, before)
 
 
-def test_what_nohup_ignores_stays_ignored(stage, monkeypatch):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        at_step(monkeypatch, 1, lambda: signal.raise_signal(signal.SIGHUP))
-        assert train(stage("pretrain"))[0]["step"] == 8
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-needs_full_disk = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-
-
-@pytest.mark.parametrize("name", ("pretrain", "finetune"))
-@pytest.mark.parametrize("full", (False, pytest.param(True, marks=needs_full_disk)))
+@pytest.mark.parametrize("name, full", (("finetune", False), pytest.param(
+    "pretrain", True, marks=pytest.mark.skipif(not os.path.exists("/dev/full"), reason="macOS"))))
 def test_a_run_saves_when_nobody_reads_its_output_any_more(stage, monkeypatch, name, full):
     """Ctrl-C in `python pretrain.py 2>&1 | tee log` ends tee first. The file of `nohup` may grow on
     a full disk.
@@ -2721,22 +2408,16 @@ def save(*args, save=torch.save):
 @pytest.mark.parametrize("name, flags, said", (
     ("pretrain", "--seed 7", "--seed was 42, is 7"), ("knn", "-k 3", "--k was 20, is 3"),
     ("finetune", "", "class 1 was class_1, is class_1b"),
-    ("finetune", "", "the number of validation images was 16, is 15"),
-    ("pretrain", "", "the number of images was 32, is 31"),
     ("pretrain", "", "the step of last.pt was 1, is 0")))
 def test_processes_that_do_not_run_the_same_do_not_start(stage, photos, tmp_path, name, flags,
                                                          said):
-    """Two machines, with other flags, classes, images or checkpoints. The names of their folders
-    and their workers may differ.
+    """Two machines, with other flags, classes or checkpoints. The names of their folders and their
+    workers may differ.
     """
     other = Path(shutil.copytree(photos, tmp_path / "other"))
     if "class 1" in said:
         for split in ("train", "val"):
             (other / split / "class_1").rename(other / split / "class_1b")
-    elif "validation" in said:
-        (other / "val" / "class_1" / "0.jpg").unlink()
-    elif "images" in said:
-        (other / "train" / "class_1" / "0.jpg").unlink()
     elif "last.pt" in said:
         train(stage(name, "--max-steps 1"))
     argv = stage(name, "--workers 1")
@@ -2808,26 +2489,6 @@ def test_a_kill_while_a_checkpoint_is_written_loses_no_other(stage, monkeypatch,
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-@pytest.mark.parametrize("where, stopped", (("before", 4), ("before the last", 8), ("in", 6)))
-def test_a_signal_comes_before_an_evaluation_and_waits_for_the_end_of_one(
-        stage, monkeypatch, capsys, number, where, stopped):
-    """Slurm's job is requeued in time, and the same command makes up for the evaluation."""
-    with monkeypatch.context() as patch:
-        if where == "in":
-            patch.setattr(supervised, "accuracy", lambda *args, measure=supervised.accuracy: (
-                signal.raise_signal(number), measure(*args))[1])
-        else:
-            at_step(patch, stopped - 1, lambda: signal.raise_signal(number))
-        monkeypatch.setattr(run, "LOG_EVERY", 2)
-        _, state, _ = play("finetune", stage("finetune", "--save-every 1"))
-    assert f"stopped by {number.name}" in capsys.readouterr().out
-    assert state["step"] == stopped and state["evaluation_due"] == (where != "in")
-    _, state, log = play("finetune", stage("finetune", "--save-every 1"))
-    assert [line["step"] for line in log if "top1" in line] == [4, 8]
-    assert not state["evaluation_due"]
-
-
 def test_an_evaluation_is_kept_before_last_says_that_it_is_done(stage, monkeypatch):
     """Else a kill between the two files would lose it."""
     calls, save, write = [], run.Run.save, run.Run.write_line
@@ -2838,42 +2499,16 @@ def test_an_evaluation_is_kept_before_last_says_that_it_is_done(stage, monkeypat
     assert calls[-5:] == ["log", "last.pt", "best.pt", "log", "last.pt"]
 
 
-def test_a_closed_terminal_costs_nothing(stage, monkeypatch):
-    """To write into it is an error, in the signal's handler too."""
-    monkeypatch.setattr(run.os, "write", Mock(side_effect=OSError(errno.EIO, "")))
-    at_step(monkeypatch, 1, lambda: signal.raise_signal(signal.SIGHUP))
-    assert train(stage("pretrain"))[0]["step"] == 4
-
-
-def test_a_file_that_cannot_grow_ends_the_run_with_the_systems_reason(stage, tmp_path):
-    """Given a name, torch.save would say "unexpected pos" alone."""
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
-    code, _, error = finish(start(driver(tmp_path, first=limit), *stage("pretrain")))
-    reason = os.strerror(errno.EFBIG)      # a checkpoint has more bytes
-    assert code == 1 and f"OSError: [Errno {errno.EFBIG}] {reason}" in error, error
-    assert not (tmp_path / "run" / "last.pt").exists()
-
-
-def test_a_run_is_known_from_its_first_step_on(stage, monkeypatch, tmp_path, capsys):
+def test_a_run_is_known_from_its_first_step_on(stage, monkeypatch, tmp_path):
     """By args.json, which also says where it comes from."""
     argv = stage("pretrain", "--entropy-weight 5 1")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         at_step(patch, 0, Mock(side_effect=KeyboardInterrupt))
         train(argv)
-    folder = tmp_path / "run"
-    record = json.loads((folder / "args.json").read_text())
+    record = json.loads((tmp_path / "run" / "args.json").read_text())
     assert record["args"] == vars(pretrain.parse_args(argv)) and record["images"] == 32
-    origin = record["origin"]
-    assert (origin["torch"], origin["timm"]) == (metadata.version("torch"),
-                                                 metadata.version("timm"))
-    train([*argv, "--max-steps", "1"])
-    loads = spy(monkeypatch, torch, "load")
-    monkeypatch.setattr(metadata, "version", lambda name, version=metadata.version:
-                        "9.9" if name == "timm" else version(name))
-    state, _ = train([*argv, "--max-steps", "2"])
-    last = next(each for each in loads if each.args[0] == folder / "last.pt")
-    assert last.kwargs["mmap"]      # four processes do not read 22 GB each
-    assert json.loads((folder / "args.json").read_text())["origin"] == origin | {"timm": "9.9"}
+    for name in ("torch", "timm"):
+        assert record["origin"][name] == metadata.version(name)
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="no git")
@@ -2891,45 +2526,28 @@ def test_the_commit_is_that_of_the_files_and_says_whether_they_have_changes(tmp_
     assert run.find_origin()["commit"] == f"{commit}+changes"
 
 
-@pytest.mark.parametrize("name", ("pretrain", "finetune", "segment"))
 def test_a_run_that_is_started_twice_works_once_and_goes_on_when_the_first_is_killed(
-        stage, monkeypatch, tmp_path, capsys, name):
-    """Its loaders, which live a little longer, do not hold the folder."""
+        stage, tmp_path, capsys):
+    """Its workers, which live a little longer, do not hold the folder."""
     fault = "step == 2 and (open('ready', 'w').close(), signal.pause())"
-    argv = stage(name, "--workers 1")
-    program, files = started = start(driver(tmp_path, fault, stage=name), *argv, folder=tmp_path)
+    argv = stage("pretrain")
+    program, files = started = start(driver(tmp_path, fault), *argv, "--workers", "1",
+                                     folder=tmp_path)
     while not (tmp_path / "ready").exists():
         assert program.is_alive(), finish(started)
         time.sleep(0.01)
     folder = str(tmp_path / "run")
-    assert folder in refusal(capsys, name, *stage(name))
-    if name == "pretrain" and loopback():      # both processes of another job end
-        for two in start_two("pretrain.py", *[stage(name, "--batch-size 8")] * 2):
+    assert folder in refusal(capsys, "pretrain", *argv)
+    if loopback():      # both processes of another job end
+        for two in start_two("pretrain.py", argv, argv):
             code, _, error = finish(two)
             assert code and (folder in error or "Connection closed by peer" in error)
     os.kill(program.pid, signal.SIGKILL)
     program.join()
-    assert play(name, stage(name))[1]["step"] == 8
+    assert train(argv)[0]["step"] == 8
     with contextlib.suppress(ProcessLookupError):
         os.killpg(program.pid, signal.SIGKILL)
     files.cleanup()
-
-
-def test_where_a_file_system_has_no_locks_a_run_says_so_and_goes_on(stage, monkeypatch, capsys):
-    monkeypatch.setattr(run.fcntl, "lockf", Mock(side_effect=OSError))
-    assert train(stage("pretrain"))[0]["step"] == 8
-    assert "no locks" in capsys.readouterr().err
-
-
-def test_a_last_pt_that_lacks_todays_facts_resumes(stage, tmp_path):
-    """Those of earlier versions do."""
-    argv, last = stage("finetune"), tmp_path / "run" / "last.pt"
-    play("finetune", [*argv, "--max-steps", "3"])
-    state = torch.load(last, weights_only=True)
-    for name in ("val_images", "classes", "weights", "evaluation_due"):
-        del state[name]
-    torch.save(state, last)
-    assert play("finetune", argv)[1]["step"] == 8
 
 
 def test_other_flags_images_or_stages_are_another_run(capsys, stage, photos, tmp_path):
@@ -2940,30 +2558,24 @@ def test_other_flags_images_or_stages_are_another_run(capsys, stage, photos, tmp
         flags = [f"--{name}", *(value or "").split()]
         error = refusal(capsys, "pretrain", *argv, *flags)
         assert re.findall(r"--(\S+) was", error) == [name]
-    error = refusal(capsys, "pretrain", *argv, "--experts", "4", "--mask-ratio", "0.5")
-    assert "--experts was 2, is 4, --mask-ratio was 0.4, is 0.5" in error
     fewer = shutil.copytree(photos, tmp_path / "fewer")
     (fewer / "train" / "class_1" / "0.jpg").unlink()
     error = refusal(capsys, "pretrain", *argv, "--data", str(fewer))
     assert "the number of images was 32, is 31" in error
     error = refusal(capsys, "finetune", *stage("finetune"))
-    assert str(tmp_path / "run") in error and "--stage was pretrain, is finetune" in error
+    assert "--stage was pretrain, is finetune" in error
+    assert_same_bits(before, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
     drawn = stage("pretrain", "--data shapes --max-steps 1", out="drawn")
     train(drawn)
     error = refusal(capsys, "pretrain", *drawn, "--data", "shapes-noise")
     assert error.endswith("--data was shapes, is shapes-noise")
-    assert_same_bits(before, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
-    play("finetune", [*stage("finetune", out="tuned"), "--max-steps", "1"])
+    tuned = stage("finetune", "--max-steps 1", out="tuned")
+    play("finetune", tuned)
     for split in ("train", "val"):      # would change the meaning of all labels
         shutil.copytree(Path(photos, split), tmp_path / "named" / split)
         (tmp_path / "named" / split / "class_0").rename(tmp_path / "named" / split / "z")
-    error = refusal(capsys, "finetune", *stage("finetune", "--data", out="tuned"),
-                    str(tmp_path / "named"))
-    assert "class 0 was class_0, is class_1" in error and error.endswith(" and 1 more")
-    (tmp_path / "run" / "last.pt").unlink()      # the log is left
-    log = (tmp_path / "run" / "log.jsonl").read_bytes()
-    assert "but no last.pt" in refusal(capsys, "pretrain", *argv)
-    assert log and (tmp_path / "run" / "log.jsonl").read_bytes() == log
+    error = refusal(capsys, "finetune", *tuned, "--data", str(tmp_path / "named"))
+    assert "class 0 was class_0, is class_1" in error
 
 
 @pytest.mark.parametrize("name", ("pretrain", "linear", "finetune", "segment"))
@@ -2980,21 +2592,18 @@ def test_a_run_is_another_run_if_its_pretrained_weights_were_written_anew(
     play(name, argv)      # the same weights in another file
 
 
-def test_a_version_with_another_flag_resumes_and_compares_the_flags_of_both(capsys, stage, tmp_path,
-                                                                           monkeypatch):
-    parse = common.parse_run
-
-    def newer(parser, argv):
-        parser.add_argument("--ema", type=float, default=0.0)
-        return parse(parser, argv)
-
-    argv = stage("pretrain")
-    assert train([*argv, "--max-steps", "1"])[0]["step"] == 1
-    with monkeypatch.context() as patch:
-        patch.setattr(common, "parse_run", newer)
-        assert "--lr was" in refusal(capsys, "pretrain", *argv, "--lr", "0.1")
-        assert train([*argv, "--max-steps", "2"])[0]["step"] == 2
-    assert train([*argv, "--max-steps", "3"])[0]["step"] == 3
+def test_a_run_of_another_version_resumes_and_the_flags_of_both_are_compared(stage, tmp_path,
+                                                                             capsys):
+    """An earlier version has fewer flags and facts, and a later one more."""
+    argv = stage("finetune")
+    _, state, _ = play("finetune", [*argv, "--max-steps", "3"])
+    for name in ("val_images", "classes", "weights", "evaluation_due"):
+        del state[name]
+    del state["args"]["clip_grad"]
+    state["args"]["ema"] = 0.9
+    torch.save(state, tmp_path / "run" / "last.pt")
+    assert "--lr was" in refusal(capsys, "finetune", *argv, "--lr", "0.1")
+    assert play("finetune", argv)[1]["step"] == 8
 
 
 def test_a_log_holds_each_step_once_after_two_kills_before_the_second_checkpoint(stage,
@@ -3006,14 +2615,6 @@ def test_a_log_holds_each_step_once_after_two_kills_before_the_second_checkpoint
             at_step(patch, 3, Mock(side_effect=KeyboardInterrupt))
             train(argv)
     assert [line["step"] for line in train(argv)[1]] == list(range(1, 9))
-
-
-def test_a_log_that_is_gone_begins_anew(stage, monkeypatch, tmp_path):
-    monkeypatch.setattr(run, "LOG_EVERY", 1)
-    argv = stage("pretrain")
-    train([*argv, "--max-steps", "3"])
-    (tmp_path / "run" / "log.jsonl").unlink()
-    assert [line["step"] for line in train(argv)[1]] == list(range(4, 9))
 
 
 @pytest.mark.parametrize("cut", (0, 40, None))
@@ -3034,58 +2635,15 @@ def test_a_log_holds_each_step_once_and_whole_after_a_kill(stage, monkeypatch, t
     assert log.read_bytes().splitlines(keepends=True)[:2] == lines[:2]
 
 
-def test_an_empty_name_is_refused_for_its_variable_is_not_set(capsys, stage, monkeypatch):
+def test_an_empty_name_is_refused_for_its_variable_is_not_set(stage):
     """finetune.py "$CKPT" would train from scratch."""
-    monkeypatch.setenv("IMAGENET", "")
-    assert pretrain.parse_args([]).data == "data/imagenet"
-    _, *flags = stage("finetune")
-    for name, argv in (("finetune", ["", *flags]), ("segment", [""]), ("linear", [""]),
-                       ("knn", ["x.pt", ""]), ("analyze", [""]), ("plot", [""]),
-                       ("pretrain", ["--data", ""]), ("pretrain", ["--teacher="]),
-                       ("pretrain", ["--out", ""])):
-        with pytest.raises(SystemExit) as stop:
+    for name, argv in (("finetune", ["", *stage("finetune")[1:]]), ("segment", [""]),
+                       ("pretrain", ["--data", ""]), ("pretrain", ["--teacher="])):
+        with pytest.raises(SystemExit):
             SCRIPTS[name].parse_args(argv)
-        assert stop.value.code == 2 and "it is empty" in capsys.readouterr().err
-
-
-def test_in_each_path_the_tilde_is_the_home_folder(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    for name, argv, fields in (
-            ("pretrain", ["--data=~/a", "--out=~/a", "--teacher=~/a"], ("data", "out", "teacher")),
-            ("finetune", ["~/a"], ["checkpoint"]), ("segment", ["~/a"], ["checkpoint"]),
-            ("linear", ["~/a"], ["encoder"]), ("knn", ["~/a", "--out=~/a"], ["encoders", "out"]),
-            ("analyze", ["~/a", "--out=~/a"], ["checkpoints", "out"]),
-            ("plot", ["~/a", "--out=~/a"], ["runs", "out"])):
-        args = vars(SCRIPTS[name].parse_args(argv))
-        assert {str(np.ravel(args[field])[0]) for field in fields} == {"/home/me/a"}
-    monkeypatch.setenv("IMAGENET", "~/a")
-    assert pretrain.parse_args([]).data == "/home/me/a"
-    opened = Mock(side_effect=ValueError)
-    monkeypatch.setattr(encoders, "ClipEncoder", opened)
-    with pytest.raises(common.UserError):
-        build_frozen("ViT-B-16/~/a")
-    assert opened.call_args.args[1] == "/home/me/a"
-
-
-@pytest.mark.parametrize("name, words, images", (
-    ("pretrain", "vit_nano with 2 experts, taught by {teacher},", 32),
-    ("finetune", "{encoder}", 32), ("scratch", "vit_nano from scratch", 32),
-    ("linear", "linear probe of {encoder}", 32),
-    ("ep", "ep probe of {encoder}", 32), ("segment", "UperNet on {encoder}", 8)))
-def test_the_first_line_of_a_run_says_which_model_it_trains_and_the_last_how_fast(
-        stage, capsys, tmp_path, teacher, encoder, name, words, images):
-    scratch = name == "scratch"
-    script = "finetune" if scratch else name
-    play(script, stage(script, "--max-steps 1" + " --model vit_nano --image-size 32 --patch-size 8"
-                       * scratch)[scratch:])
-    first, *_, last = capsys.readouterr().out.splitlines()
-    words = words.format(teacher=teacher, encoder=encoder)
-    assert first.startswith(f"{tmp_path}/run: {words} on {images} images, from step 0 of 8")
-    assert re.fullmatch(f"{tmp_path}/run: step 1 of 8; .* images/s, .* waiting for data", last)
 
 
 def test_flags_that_say_where_how_fast_or_how_long_may_change(stage, photos, monkeypatch, tmp_path):
-    before = {*threading.enumerate()}
     train(stage("pretrain", "--max-steps 1"))
     (tmp_path / "run").rename(tmp_path / "moved")
     calls = spy(monkeypatch, pretrain, "explore_losses")
@@ -3095,8 +2653,6 @@ def test_flags_that_say_where_how_fast_or_how_long_may_change(stage, photos, mon
              "--save-every 1 --max-steps 2")
     assert train(stage("pretrain", flags, out="moved"))[0]["step"] == 2
     assert loaders[-1].kwargs["num_workers"] == 1
-    # Python 3.12 and later warn of forks beside threads
-    assert "TMonitor" not in [type(thread).__name__ for thread in {*threading.enumerate()} - before]
     changed = set(re.findall(r"--(\S+)", flags)) - {"no-compile"} | {"out", "compile"}
     assert {name.replace("_", "-") for name in run.FREE_FLAGS} == changed
     pred, targets = calls[-1].args[:2]
@@ -3139,7 +2695,7 @@ def test_the_best_checkpoint_is_that_of_the_highest_score_also_after_a_restart(
 
 
 @pytest.mark.parametrize("name, every, done", (
-    ("finetune", 1, 4), ("finetune", 2, 8), ("segment", 4, 4), ("segment", 8, 8)))
+    ("finetune", 1, 4), ("segment", 8, 8)))
 def test_what_ends_an_evaluation_costs_no_training(stage, photos, scenes, tmp_path, capsys, name,
                                                    every, done):
     """It is made up for when the run resumes, also if it is the last one. So it is after a kill."""
@@ -3281,22 +2837,7 @@ def test_the_log_keeps_no_graph_until_its_next_line(stage, monkeypatch):
         assert not any(x.requires_grad for values in self.metrics.values() for x in values)
         return reduce(self)
     monkeypatch.setattr(run.Run, "mean_metrics", mean_metrics)
-    for name in ("pretrain", "finetune", "segment"):
-        play(name, stage(name, "--max-steps 1", out=name))
-
-
-def test_the_speed_is_that_of_all_processes_together(tmp_path, monkeypatch):
-    args = argparse.Namespace(out=str(tmp_path), save_every=9, max_steps=None, batch_size=12)
-    process = Mock(rank=1, world=2, device=torch.device("cpu"), sum=lambda values: values)
-    monkeypatch.setattr(run, "time", Mock(perf_counter=Mock(return_value=0.0)))
-    one = run.Run(args, process, "a model", images=99, steps=9, epoch_steps=5, encoder=None)
-    one.write_line, one.updated_step = Mock(), 4
-    one.start_clock(4)
-    one.log({"loss": torch.ones(()), "skipped": torch.zeros(())})
-    run.time.perf_counter.return_value = 3.0
-    monkeypatch.setattr(run, "LOG_EVERY", 8)
-    one.end_step(7, 0.1)
-    assert one.write_line.call_args.args[0]["images_per_second"] == 12 * 4 / 3
+    train(stage("pretrain", "--max-steps 1"))
 
 
 def test_speed_and_waiting_count_no_first_step_no_evaluation_and_no_saving(stage, monkeypatch):
@@ -3343,67 +2884,29 @@ def test_the_defaults_are_the_papers(name, expected):
     assert args == args | expected
 
 
-@pytest.mark.parametrize("name, flags, named", (
-    *(("pretrain", flags, named) for flags, named in (
-        ("--image-size 33", "image size 33"), ("--moe-blocks 4", "MoE blocks [4]"),
-        *((f"--experts 0 {flags}", flags.split()[0]) for flags in (
+@pytest.mark.parametrize("name, flags", (
+    *(("pretrain", flags) for flags in (
+        *(f"--experts 0 {flag}" for flag in (
             "--detach", "--loss-block 3", "--loss-weights combine", "--entropy-weight 1",
             "--entropy-on combine", "--importance-weight 1", "--moe-blocks 1")),
-        ("--objective token --cls-weight 1", "--cls-weight"),
-        ("--pixel-weight 2", "--pixel-weight"), ("--gradnorm-lr 1", "--gradnorm-lr"),
-        ("--balance gradnorm --cls-weight 1", "--cls-weight"),
-        ("--balance rlw --gradnorm-alpha 1", "--gradnorm-alpha"),
-        ("--loss-block 2", "--loss-block [2]"),
-        ("--loss-block 1 4", "--loss-block [1, 4]"), ("--entropy-weight 1 2 3", "--entropy-weight"),
-        ("--experts 1 --objective token_pixel --encoding dense", "--experts 1"),
-        *((f"--experts 1 {flags}", flags.split()[0]) for flags in (
+        *(f"--experts 1 {flag}" for flag in (
             "--loss-weights combine", "--entropy-on combine", "--importance-weight 1")),
-        *((f"--objective token --balance {kind}", "--balance") for kind in ("gradnorm", "rlw")),
-        ("--loss-weights uniform --detach", "--detach"),
-        ("--mask-ratio 0.01", "--mask-ratio 0.01"), ("--mask-ratio 0", "--mask-ratio 0"),
-        ("--mask-ratio 1", "--mask-ratio"), ("--drop-path 1", "--drop-path"),
-        ("--drop-path -0.1", "--drop-path"), ("--epochs 0", "--epochs"), ("--epoch 3", "--epoch"),
-        ("--lr inf", "--lr"), ("--lr -1", "--lr"), ("--entropy-weight nan", "--entropy-weight"),
-        ("--experts -1", "--experts"), ("--objective pixels", "--objective"),
-        ("--warmup-epochs 2", "--warmup-epochs 2"), ("--batch-size 33", "--batch-size 33"),
-        ("--micro-batch 3", "--micro-batch 3"), ("--teacher README.md", "README.md: "),
-        ("--teacher nowhere.pt", "nowhere.pt: "), ("--data assets", "--data assets: no image in"),
-        ("--data README.md", "--data README.md: no image in"),
-        ("--data nowhere", "--data nowhere: No such file"))),
-    ("segment", "--crop-size 50", "--crop-size 50"), ("segment", "--data nowhere", "nowhere"),
-    ("segment", "--warmup-iterations 8", "--warmup-iterations 8"),
-    ("finetune", "--recipe none fr", "--recipe none fr"),
-    ("finetune", "--recipe fr --expert-dropout 0.3", "--expert-dropout"),
-    ("finetune", "--image-size 33", "--image-size 33"), ("finetune", "--model vit_tiny", "--model"),
-    ("finetune", "--data nowhere", "--data nowhere: No such file"),
-    ("finetune", "--data assets", "--data assets: no image in"),
-    ("linear", "--max-steps 0", "--max-steps"),
-    ("ep", "--pool mean", "--pool"),
-    ("knn", "-k 33", "-k 33"), ("knn", "--temperature 0", "--temperature"),
-    ("knn", "--temperature inf", "--temperature")))
-def test_what_a_stage_cannot_do_is_one_line_that_names_the_flag(capsys, stage, tmp_path,
-                                                                monkeypatch, name, flags, named):
-    monkeypatch.chdir(tmp_path)
-    Path("README.md").write_text("no checkpoint, no image")
-    Path("assets").mkdir()
+        *(f"--objective token --balance {kind}" for kind in ("gradnorm", "rlw")),
+        "--objective token --cls-weight 1", "--pixel-weight 2", "--gradnorm-lr 1",
+        "--balance gradnorm --cls-weight 1", "--balance rlw --gradnorm-alpha 1",
+        "--entropy-weight 1 2 3", "--loss-weights uniform --detach", "--mask-ratio 0.01")),
+    ("finetune", "--recipe none fr"), ("finetune", "--recipe fr --expert-dropout 0.3"),
+    ("finetune", "--model vit_tiny"), ("ep", "--pool mean")))
+def test_a_flag_that_would_have_no_effect_is_refused(capsys, stage, tmp_path, name, flags):
+    """The last one of each line is named."""
     error = refusal(capsys, name, *stage(name, flags))
-    assert named in error and "\n" not in error
-    assert not Path("run").exists()
+    assert f"--{flags.split('--')[-1].split()[0]}" in error
+    assert not (tmp_path / "run").exists()
 
 
 def test_recipes_for_experts_need_experts(stage, teacher, capsys):
     _, *argv = stage("finetune", "--recipe fa exd")
     assert "--recipe fa exd" in refusal(capsys, "finetune", teacher, *argv)
-
-
-@pytest.mark.parametrize("flags", (
-    "--experts 0 --entropy-weight 5 --loss-weights dispatch --entropy-on dispatch "
-    "--importance-weight 0",
-    "--objective token --cls-weight 0.4 --pixel-weight 1 --gradnorm-alpha 0.12 --gradnorm-lr 0.025",
-    "--experts 1", "--experts 1 --objective token_cls_pixel",
-    "--experts 1 --objective token_pixel --encoding dense --loss-weights uniform"))
-def test_a_flag_at_its_default_is_no_error_and_the_fewest_experts_are_enough(stage, flags):
-    assert train(stage("pretrain", f"{flags} --max-steps 1"))[0]["step"] == 1
 
 
 @pytest.mark.parametrize("flags, backend", (
@@ -3422,15 +2925,6 @@ def test_compiled_training_follows_the_plain_curve(stage, monkeypatch, flags, ba
     for name in ("loss", "token", "entropy_loss", "grad_norm", "objective_weights"):
         assert plain_line[name] == pytest.approx(line[name], rel=1e-4), name
     torch.testing.assert_close(plain["model"], state["model"], rtol=1e-5, atol=1e-4)
-
-
-def test_no_batch_normalization_is_compiled(stage, monkeypatch):
-    """SyncBatchNorm's shapes depend on the data."""
-    compiled = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: compiled.append(self))
-    play("segment", stage("segment", "--compile --max-steps 1"))
-    kinds = {type(layer) for module in compiled for layer in module.modules()}
-    assert model.Attention in kinds and nn.BatchNorm2d not in kinds
 
 
 def test_few_graphs_serve_all_blocks_and_steps(stage, monkeypatch):
@@ -3527,12 +3021,6 @@ def test_knn_prints_and_appends_rows_the_same_in_two_processes(photos, tmp_path,
         assert list(map(json.loads, lines)) == expected
 
 
-def test_a_row_of_an_encoder_without_a_file_goes_into_runs_knn(photos, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    knn.main(knn.parse_args(["timm/test_vit/random", "--data", photos, *QUICK]))
-    assert json.loads(Path("runs/knn/knn.jsonl").read_text())["encoder"] == "timm/test_vit/random"
-
-
 def test_without_data_knn_measures_on_what_the_first_encoder_was_trained_on(
         photos, encoder, tmp_path, monkeypatch):
     monkeypatch.setenv("IMAGENET", photos)
@@ -3545,18 +3033,6 @@ def test_without_data_knn_measures_on_what_the_first_encoder_was_trained_on(
         knn.main(knn.parse_args([*argv, "--out", str(tmp_path), *QUICK]))
         row = json.loads((tmp_path / "knn.jsonl").read_text().splitlines()[-1])
         assert row["data"] == seen
-
-
-def test_a_row_that_stdout_cannot_show_is_kept_and_shown_in_part(stage, encoder, monkeypatch,
-                                                                 tmp_path):
-    path = str(shutil.copy(encoder, tmp_path / "ü.pt"))
-    argv = stage("knn")
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii", "strict"))
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    common.launch(knn.main, knn.parse_args([path, *argv[1:]]))
-    out = sys.stdout.buffer.getvalue().decode()
-    row, = (json.loads(line) for line in (tmp_path / "run" / "knn.jsonl").read_text().splitlines())
-    assert row["encoder"] == path and f"{row['top1']:6.2f}%" in out and "?.pt" in out
 
 
 def test_knn_of_features_that_are_not_finite_is_no_number(stage, encoder, tmp_path, capsys):
@@ -3723,20 +3199,13 @@ def test_an_evaluation_says_what_is_not_labeled(monkeypatch):
     views = segment.EvalScenes(scene, 40, 9)
 
     def evaluate():
-        segment.evaluate_scenes(lambda images: [images.new_zeros(1, 9, 2, 2)], views,
-                         *loading(0, data="scenes"))
+        segment.evaluate_scenes(lambda images: [images.new_zeros(1, 9, 2, 2)], views, *loading())
     scene.shade[:15] = 0
     evaluate()
     assert "25.0%" in said[0] and "7 of 9 classes" in said.pop()
-    scene.shade[:] = 1
-    evaluate()
-    assert "8 of 9 classes" in said.pop()
     scene.shade[:] = torch.arange(80) % 9 + 1
     evaluate()
     assert not said
-    scene.shade[:] = 0
-    with pytest.raises(common.UserError, match="--data scenes"):
-        evaluate()
 
 
 def test_scene_views_resize_and_move_image_and_annotation_together(monkeypatch):
@@ -3825,22 +3294,6 @@ def test_classes_that_count_from_0_are_read_as_those_that_count_from_1(
     assert [each.args[1:] for each in opened] == [("training", True), ("validation", True)]
 
 
-def test_an_annotation_that_is_missing_is_named_before_anything_is_trained(stage, scenes, tmp_path,
-                                                                          capsys):
-    root = Path(shutil.copytree(scenes, tmp_path / "scenes"))
-    for i in (1, 2):
-        (root / f"annotations/validation/{i}.png").unlink()
-    error = refusal(capsys, "segment", *stage("segment", "--data", str(root)))
-    assert f"{root}/annotations/validation/1.png" in error and "2 of 3" in error
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_of_annotations_that_cannot_be_listed_is_named(stage, scenes, monkeypatch, capsys):
-    forbid_listing(monkeypatch, f"{scenes}/annotations/training")
-    error = refusal(capsys, "segment", *stage("segment"))
-    assert error == f"cannot list the folder {scenes}/annotations/training: Permission denied"
-
-
 @pytest.mark.parametrize("turn", (0, 1, 2, 8, 9))      # 0 and 9 mean nothing
 def test_an_image_that_its_exif_tag_turns_and_not_its_annotation_is_named(scenes, tmp_path, turn):
     """Upside down, it would have wrong labels, and nothing would say so."""
@@ -3868,24 +3321,21 @@ def four_bit_png(pixels):
 
 
 @pytest.mark.parametrize("content, expected", (
-    (None, "{path}: "),
-    (np.zeros((50, 72, 3)), "{path}: it is RGB"),
-    (4, "{path}: it is L;4"),
-    (np.zeros((7, 9)), "{path} has shape (7, 9)"),
-    (np.full((36, 72), 12), "--classes 11: the annotation {path} has class 12")),
-    ids=("cut off", "in color", "of four bits", "of another shape", "with more classes"))
-def test_a_bad_annotation_is_named(stage, scenes, tmp_path, capsys, content, expected):
-    shutil.copytree(scenes, tmp_path / "scenes")
-    path = tmp_path / "scenes" / "annotations" / "training" / "3.png"
-    if content is None:
-        path.write_bytes(path.read_bytes()[:-30])
-    elif isinstance(content, int):
+    (np.zeros((50, 72, 3)), "it is RGB"), (4, "it is L;4"), (np.zeros((7, 9)), "shape (7, 9)"),
+    (np.full((36, 72), 12), "--classes 11")),
+    ids=("in color", "of four bits", "of another shape", "with more classes"))
+def test_an_annotation_that_cannot_be_right_is_named(scenes, tmp_path, content, expected):
+    root = Path(shutil.copytree(scenes, tmp_path / "scenes"))
+    path = root / "annotations/training/3.png"
+    if isinstance(content, int):
         path.write_bytes(four_bit_png(np.array(Image.open(path))))
         assert np.array(Image.open(path)).max() > 11      # Pillow scales them
     else:
         Image.fromarray(content.astype(np.uint8)).save(path)
-    argv = stage("segment", "--batch-size 8", "--data", str(tmp_path / "scenes"))
-    assert expected.format(path=path) in refusal(capsys, "segment", *argv)
+    views = segment.TrainScenes(segment.Scenes(str(root), "training"), 32, 11, 7)
+    with pytest.raises(common.UserError, match=re.escape(expected)) as caught:
+        views[0, 3]
+    assert str(path) in str(caught.value)
 
 
 # ------------------------------------------------------------------------------ analyze
@@ -4013,8 +3463,7 @@ def test_each_checkpoint_in_turn_has_its_loss_block_and_with_its_teacher_a_corre
 
 
 def test_heatmaps_show_each_experts_weights_over_each_image(write_student, drawn):
-    path = write_student("one $x$")
-    other = write_student("other", scale=9.0)
+    path, other = write_student("one"), write_student("other", scale=9.0)
     show(path, other)
     args = analyze.parse_args([path, *FIVE])
     one, last = (analyze.analyze_checkpoint(each, args, common.Process(args))
@@ -4022,9 +3471,7 @@ def test_heatmaps_show_each_experts_weights_over_each_image(write_student, drawn
     # images, 2 x 3 experts, losses
     axes = np.array(drawn["heatmaps.png"].axes[:40]).reshape(8, 5)
     for column, axis in enumerate(axes[7]):
-        losses = axis.images[1]
-        assert np.array_equal(losses.get_array(), last["losses"][column].view(4, 4))
-        assert losses.get_clim() == (last["losses"].min(), last["losses"].max())
+        assert np.array_equal(axis.images[1].get_array(), last["losses"][column].view(4, 4))
     axes = axes[:7]
     for column, image in enumerate(one["images"].permute(0, 2, 3, 1).numpy()):
         assert np.array_equal(axes[0, column].images[0].get_array(), image)
@@ -4036,59 +3483,18 @@ def test_heatmaps_show_each_experts_weights_over_each_image(write_student, drawn
             assert above.norm(1) == 0.5      # white
     weights = np.stack([np.array(image.images[1].get_array()) for image in axes[1:].flat])
     half = np.quantile(abs(weights - 1), 0.99)
-    assert half > np.quantile(abs(one["weights"] - 1), 0.99) > 0.1
     for image in axes[1:].flat:      # one scale, by which rows can be compared
         assert np.allclose(image.images[1].get_clim(), (max(0, 1 - half), 1 + half))
-    title = axes[1, 2].get_title()
-    assert title.startswith(r"one \$x\$/last: ")      # $x$ is no mathematics
-    assert re.findall(r"\d\.\d+", title) == [
-        f"{x:.2f}" for x in (one["weights"].min(), one["weights"].max())]
-
-
-def test_a_single_image_stands_beside_its_heatmaps(write_student, drawn):
-    analyze.main(analyze.parse_args([write_student("one"), *FIVE, "--images", "1"]))
-    image, *maps, bar = drawn["heatmaps.png"].axes
-    assert len(maps) == 4 and all(len(axis.images) == 2 for axis in maps)
-    drawn["heatmaps.png"].draw_without_rendering()
-    places = [axis.get_position() for axis in (image, *maps, bar)]
-    assert all(left.x1 <= right.x0 for left, right in zip(places, places[1:]))
-    assert len({round(place.height, 3) for place in places[:-1]}) == 1      # and as large
-
-
-def test_a_picture_says_if_the_loss_had_other_weights(write_student, drawn, capsys):
-    for kind, said in (("uniform", 2), ("combine", 2), ("dispatch", 0)):
-        numbers, = show(write_student(kind, loss_weights=kind))
-        title, _ = filter(None, (axis.get_title() for axis in drawn["heatmaps.png"].axes))
-        assert numbers["loss_weights"] == kind
-        text = f"(the loss had {kind} weights)"
-        assert (title + capsys.readouterr().out).count(text) == said
-
-
-def test_weights_that_hardly_vary_are_pale_and_a_collapse_has_a_scale_from_0(write_student, drawn):
-    """Red and blue are the same distance from white on both sides of the uniform weight."""
-    show(write_student("pale", scale=-3.0 + 1e-3))      # about 0 in block 3, which is shown
-    pale = drawn["heatmaps.png"].axes[5].images[1]
-    assert pale.get_clim() == (0.9, 1.1) and abs(pale.norm(pale.get_array()) - 0.5).max() < 0.1
-    show(write_student("collapsed", scale=200.0))
-    low, high = drawn["heatmaps.png"].axes[5].images[1].get_clim()
-    assert low == 0 and high > 3
 
 
 def test_of_more_than_two_checkpoints_expert_0_is_drawn_in_the_order_given(write_student, drawn):
     models = show(*(write_student(name, scale) for name, scale in zip("cab", (9, 1, 3))))
     assert [numbers["name"] for numbers in models] == ["c/last", "a/last", "b/last"]
-    heatmaps = drawn["heatmaps.png"].axes[7:20:5]
-    assert [axis.get_title().split(":")[0] for axis in heatmaps] == [
-        "c/last", "a/last", "b/last"]
     for axis, name in zip(drawn["blocks.png"].axes,
                           ("silhouette", "entropy", "dispatch_cv", "cls_share")):
         for line, numbers in zip(axis.lines, models, strict=True):
             values = {row["block"]: np.ravel(row[name])[0] for row in numbers["blocks"]}
             assert dict(zip(*line.get_data())) == values
-            assert line.get_label() == f"{numbers['name']}, expert 0"
-    assert [axis.get_title() for axis in drawn["correlation.png"].axes] == [
-        f"{numbers['name']}: r = {numbers['correlation']:.2f}, cv {row['dispatch_cv'][0]:.2g}"
-        for numbers in models for row in numbers["blocks"] if row["block"] == numbers["block"]]
 
 
 @pytest.mark.usefixtures("drawn")
@@ -4105,20 +3511,14 @@ def test_without_data_the_analysis_sees_what_the_checkpoint_was_trained_on_if_th
         assert opened[-1].args[:2] == (seen, "val")
 
 
-def test_the_analysis_says_in_one_line_what_it_cannot_measure(write_student, tmp_path, capsys):
-    plain = write_checkpoint(tmp_path / "e0.pt")
-    assert refusal(capsys, "analyze", plain, *FIVE) == f"{plain} has no experts"
+def test_the_analysis_of_features_that_are_not_finite_is_no_number(write_student, capsys):
     path = write_student("a")
-    assert "--block 2: " in refusal(capsys, "analyze", path, "--block", "2", *FIVE)
-    (tmp_path / "broken.jpg").write_text("no image")
-    error = refusal(capsys, "analyze", path, "--data", str(tmp_path), *QUICK)
-    assert str(tmp_path / "broken.jpg") in error
     file = torch.load(path)
     for name in ("encoder.norm.bias", "head.bias"):
         bad = file["model"] | {name: torch.full_like(file["model"][name], math.nan)}
         torch.save(file | {"model": bad}, path)
-        assert f"{path}: " in (error := refusal(capsys, "analyze", path, *FIVE))
-        assert "not finite" in error
+        error = refusal(capsys, "analyze", path, *FIVE)
+        assert error.startswith(f"{path}: ") and "not finite" in error
 
 
 # --------------------------------------------------------------------------------- plot
@@ -4150,64 +3550,33 @@ def test_each_run_is_drawn_over_epochs_in_a_panel_for_each_quantity_it_has(write
     """The loss of pretraining is left out: it is mostly entropies. A data set has the name of its
     folder's parent before its own: two may be called imagenet.
     """
-    runs = [write_run("routed $x$", loss=[-9, -8], token=[0.4, 0.2], token_ratio=[1, 0.9],
+    runs = [write_run("routed", loss=[-9, -8], token=[0.4, 0.2], token_ratio=[1, 0.9],
                       objective_weights=[[1], [1]],
                       token_unweighted=[0.6, 0.3], dispatch_cv=[[0.1, 7], [0.3, 7]],
                       edge=[3, 2], edge_unweighted=[4, 3], edge_ratio=[1, 1], entropy=[[1], [1]],
                       token_spread=[1, 1]),
             write_run("tuned", loss=[2.3, 1.2], top1=[30, 40], miou=[5, 6]) + "/"]
     plot.main(plot.parse_args([*runs, "--out", str(tmp_path / "new")]))
-    assert (tmp_path / "new").is_dir()
-    figure = drawn["curves.png"]
     panels = {axis.get_title().split(" (")[0]:
-              [("wide" if line.get_linewidth() > 3 else "-", line.get_color(),
-                *zip(*line.get_data()))
-               for line in axis.lines if len(line.get_xdata())] for axis in figure.axes}
-    assert panels == {
-        "training loss": [("-", "C1", (1, 2.3), (2, 1.2))],
-        "token loss": [("wide", "C0", (1, 0.6), (2, 0.3)), ("-", "C0", (1, 0.4), (2, 0.2))],
-        "weighted / unweighted token loss": [("-", "C0", (1, 1), (2, 0.9))],
-        "variation of expert 0's weights": [("-", "C0", (1, 0.1), (2, 0.3))],
-        "learning rate": [("-", "C0", (1, 1e-3), (2, 1e-3)), ("-", "C1", (1, 1e-3), (2, 1e-3))],
-        "k-NN, a/photos, [CLS]": [("-", color, (0, 10), (1, 20), (2, 30))
-                                  for color in ("C0", "C1")],
-        "k-NN, shapes, mean patch": [("-", color, (2, 40)) for color in ("C0", "C1")],
-        "edge": [("wide", "C0", (1, 4), (2, 3)), ("-", "C0", (1, 3), (2, 2))],
-        "validation accuracy": [("-", "C1", (1, 30), (2, 40))],
-        "mIoU of the validation images": [("-", "C1", (1, 5), (2, 6))]}
-    legend, = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == [
-        name.replace("$", r"\$") for name in runs]      # $x$ is no mathematics
-    assert [line.get_color() for line in legend.get_lines()] == ["C0", "C1"]
-
-
-def test_losses_have_a_logarithmic_axis_unless_one_is_negative(write_run, drawn):
-    run = write_run("one", loss=[-9, -8], objective_weights=[[1], [1]], cosine=[0.4, 0.2],
-                    cosine_spread=[1, 1], edge=[1, -2], edge_spread=[1, 1], cls=[3, 2],
-                    temperature=[3, 2], top1=[30, 40])
-    plot.main(plot.parse_args([run]))
-    assert {axis.get_title().split(" (")[0]: axis.get_yscale()
-            for axis in drawn["curves.png"].axes if not axis.get_title().startswith("k-NN")} == {
-        "cosine": "log", "[CLS] loss": "log", "edge": "linear", "temperature": "linear",
-        "learning rate": "linear", "validation accuracy": "linear"}
+              [(line.get_color(), *zip(*line.get_data()))
+               for line in axis.lines if len(line.get_xdata())]
+              for axis in drawn["curves.png"].axes}
+    assert panels == {      # an unweighted loss comes first
+        "training loss": [("C1", (1, 2.3), (2, 1.2))],
+        "token loss": [("C0", (1, 0.6), (2, 0.3)), ("C0", (1, 0.4), (2, 0.2))],
+        "weighted / unweighted token loss": [("C0", (1, 1), (2, 0.9))],
+        "variation of expert 0's weights": [("C0", (1, 0.1), (2, 0.3))],
+        "learning rate": [("C0", (1, 1e-3), (2, 1e-3)), ("C1", (1, 1e-3), (2, 1e-3))],
+        "k-NN, a/photos, [CLS]": [(color, (0, 10), (1, 20), (2, 30)) for color in ("C0", "C1")],
+        "k-NN, shapes, mean patch": [(color, (2, 40)) for color in ("C0", "C1")],
+        "edge": [("C0", (1, 4), (2, 3)), ("C0", (1, 3), (2, 2))],
+        "validation accuracy": [("C1", (1, 30), (2, 40))],
+        "mIoU of the validation images": [("C1", (1, 5), (2, 6))]}
 
 
 def test_each_field_of_a_log_has_its_panel_and_no_other():
     known = LINE | {"main", "auxiliary", "miou", "mean_accuracy", "pixel_accuracy", "top5"}
     assert plot.find_panels(known) == ["loss", "lr", "miou"]
-
-
-def test_pictures_are_drawn_whatever_backend_a_notebook_has_set(write_run, tmp_path):
-    run = write_run("one", token=[0.4, 0.2])
-    backend = os.environ | dict(MPLBACKEND="module://a_notebooks.backend")
-    subprocess.run([sys.executable, HERE / "plot.py", run], env=backend, check=True)
-    assert (tmp_path / "one" / "curves.png").exists()
-
-
-def test_plot_says_in_one_line_what_it_misses(write_run, tmp_path, capsys):
-    folder = write_run("a", token=[0.4, 0.2])
-    for wrong in (str(tmp_path), f"{folder}/log.jsonl", f"{tmp_path}/gone"):
-        assert refusal(capsys, "plot", folder, wrong).startswith(wrong)
 
 
 # ---------------------------------------------------------------------------- experiments
