@@ -1,7 +1,7 @@
-"""The tests, as statements about the method. CPU, no network: `python -m pytest -q`
+"""The tests, as statements about the method: `python -m pytest -q`. No GPU, no network.
 
-Sections follow the files, from model.py to plot.py, then the pages. Fixtures and helpers that
-several sections use are at the end.
+Fixtures and helpers of several classes come first. Then each class tests one part, in the order of
+the files: from model.py to the stages, the analysis, the experiments and the pages.
 """
 
 import argparse
@@ -98,106 +98,534 @@ def loopback():
 needs_loopback = pytest.mark.skipif(not loopback(), reason="no network interface is up")
 
 
-# ----------------------------------------------------------------------------- Soft-MoE
-
-def test_soft_moe_is_equation_4_separate_mlps_between_dispatch_and_combine():
-    moe = model.SoftMoE(7, 3, 11).double()
-    moe.router.scale.data.fill_(2.5)
-    nn.init.normal_(moe.b1)
-    nn.init.normal_(moe.b2)
-    x = randn(2, 5, 7)
-    x[0, 1] *= 1e-6      # a cosine has no length
-    y, (dispatch, combine) = moe(x)
-    power = (2.5 * F.cosine_similarity(x[:, :, None], moe.router.phi.T, dim=3)).exp()  # [2, 5, 3]
-    assert torch.allclose(dispatch, power / power.sum(1, keepdim=True), rtol=1e-10)
-    assert torch.allclose(combine, power / power.sum(2, keepdim=True), rtol=1e-10)
-    expected = 0
-    for e in range(3):
-        slot = (dispatch[:, :, e, None] * x).sum(1)
-        output = F.gelu(slot @ moe.w1[e] + moe.b1[e]) @ moe.w2[e] + moe.b2[e]
-        expected = expected + combine[:, :, e, None] * output[:, None]
-    assert torch.allclose(y, expected, atol=1e-12)
+@pytest.fixture(autouse=True)
+def seeded():
+    """Every test has the same random numbers."""
+    torch.manual_seed(0)
+    common.stopped_by = 0
 
 
-@pytest.mark.parametrize("precision", (torch.bfloat16, torch.float16))
-def test_routing_is_in_float32_under_autocast_and_of_tokens_in_half_precision(precision):
-    moe = model.SoftMoE(64, 3, 110)
-    x = torch.randn(2, 9, 64).to(precision)
-    exact = moe.router(x.float())
-    with torch.autocast("cpu", dtype=precision):
-        y, routing = moe(x.float())
-    assert y.dtype == precision
-    for found in (routing, moe.router(x)):
-        torch.testing.assert_close(found, exact, rtol=0, atol=0)      # its dtype, too
+def normalized(images):
+    """Images with ImageNet's mean and standard deviation, by torchvision"""
+    return TF.normalize(images, model.IMAGENET_MEAN, model.IMAGENET_STD)
 
 
-def test_padding_gets_no_weight_and_changes_nothing_for_the_other_tokens():
-    moe = model.SoftMoE(7, 3, 11).double()
-    x = randn(4, 9, 7).requires_grad_()
-    lengths = 9, 2, 5, 1
-    valid = torch.arange(9) < torch.tensor(lengths)[:, None]
-    valid[0] = valid[0].flip(0)
-    y, routing = moe(x, valid)
-    for i, length in enumerate(lengths):
-        alone, (dispatch, combine) = moe(x[i:i + 1, :length])
-        torch.testing.assert_close(y[i:i + 1, :length], alone)
-        torch.testing.assert_close(routing.dispatch[i:i + 1, :length], dispatch)
-        torch.testing.assert_close(routing.combine[i:i + 1, :length], combine)
-        assert not routing.dispatch[i, length:].any()
-    entropy = losses.dispatch_entropy(routing.dispatch)
-    (entropy.sum() + y.sum()).backward()
-    assert entropy.isfinite().all() and x.grad.isfinite().all()
-    assert moe.router.phi.grad.isfinite().all() and moe.router.phi.grad.any()
+def visible(mask):
+    """The indices of the visible patches: bool [B, N] -> [B, V]"""
+    return torch.stack([(~row).nonzero()[:, 0] for row in mask])
 
 
-def test_what_is_made_without_memory_fills_itself():
-    """As Hugging Face's from_pretrained and FSDP ask each module to."""
-    torch.manual_seed(3)
-    expected = model.SoftMoE(7, 3, 11).state_dict()
-    with torch.device("meta"):
-        moe = model.SoftMoE(7, 3, 11)
-    moe.to_empty(device="cpu")
-    for parameter in moe.parameters():
-        parameter.data.fill_(math.nan)
-    torch.manual_seed(3)
-    moe.router.reset_parameters()
-    moe.reset_parameters()
-    torch.testing.assert_close(moe.state_dict(), expected, rtol=0, atol=0)
+def nano(**vit):
+    """A ViT of 4 blocks, 96 wide, by default for images of 32 and patches of 8 pixels"""
+    return model.build_vit("vit_nano", **dict(image_size=32, patch_size=8) | vit)
 
 
-def test_weights_start_as_those_of_linear_layers_and_residual_projections_shrink_with_depth():
-    vit = model.build_vit("vit_tiny", image_size=32, experts=5)
-    for depth, block in enumerate(vit.blocks, start=1):
-        shrunk = 1 / (2 * depth) ** 0.5
-        normal = {block.attn.qkv: 0.02, block.attn.proj: 0.02 * shrunk}
-        if depth % 2:
-            normal |= {block.mlp.fc1: 0.02, block.mlp.fc2: 0.02 * shrunk}
-        else:
-            moe = block.mlp
-            bounds = {moe.w1: 192 ** -0.5, moe.w2: 768 ** -0.5 * shrunk, moe.router.phi: 5 ** -0.5}
-            for weight, bound in bounds.items():
-                assert weight.abs().max().item() == pytest.approx(bound, rel=0.01)
-                assert weight.std().item() == pytest.approx(bound / 3 ** 0.5, rel=0.05)
-            assert moe.router.scale == 1 and not moe.b1.any() and not moe.b2.any()
-        for layer, std in normal.items():
-            assert layer.weight.std().item() == pytest.approx(std, rel=0.05)
-            assert not layer.bias.any()
-        assert (block.ls1.gamma == 0.1).all() and (block.ls2.gamma == 0.1).all()
+SMALL_DECODER = dict(dim=64, depth=1, heads=2)
+small_student = functools.partial(model.Explore, decoder=SMALL_DECODER)
+small_decoder = functools.partial(pretrain.build_student, decoder=SMALL_DECODER)
 
 
-def test_expert_dropout_drops_whole_experts_of_an_image_and_keeps_the_expectation():
-    moe = model.SoftMoE(7, 2, 13, dropout=0.4).double()
-    nn.init.normal_(moe.b2)
-    x = randn(1, 3, 7).expand(4000, -1, -1)
-    whole, _ = moe.eval()(x[:1])
-    dropped, _ = moe.train()(x)
-    # with two experts an image has one of four outputs: of none, of either, or of both
-    assert len(dropped.flatten(1).round(decimals=9).unique(dim=0)) == 4
-    assert (dropped == 0).all((1, 2)).double().mean().item() == pytest.approx(0.16, abs=0.03)
-    assert torch.allclose(dropped.mean(0), whole[0], atol=0.1)
+def write_text(path, text):
+    """Writes a text file, and makes its folder."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
 
 
-# ------------------------------------------------------------ encoder, student, decoder
+PICTURE = np.stack([np.mgrid[0:64, 0:80][0] * 3, np.mgrid[0:64, 0:80][1] * 3,
+                    np.mgrid[0:64, 0:80].sum(0)], -1).astype(np.uint8)
+
+
+def write_images(folder, *names):
+    """Files that hold PICTURE as a PNG, whatever their name."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(PICTURE).save(path, format="PNG")
+
+
+def break_image(path):
+    """Cuts off the end of an image file -> its path"""
+    Path(path).write_bytes(Path(path).read_bytes()[:-40])
+    return path
+
+
+def write_checkpoint(path, **vit):
+    """A checkpoint of ours around a fresh encoder -> its path"""
+    encoder = nano(**vit)
+    state = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
+    torch.save({"model": state, "encoder": encoder.config, "args": {}}, path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory):
+    """ImageNet's layout: 4 classes of 8 training and 4 validation JPEGs of different sizes."""
+    root = tmp_path_factory.mktemp("photos")
+    for split, count in (("train", 8), ("val", 4)):
+        for label, i in np.ndindex(4, count):
+            folder = root / split / f"class_{label}"
+            folder.mkdir(parents=True, exist_ok=True)
+            picture = Shapes(split, 40 + 4 * i)[label + 10 * i][0].permute(1, 2, 0).numpy()
+            Image.fromarray(picture[:, :36 + 2 * i]).save(folder / f"{i}.jpg", quality=95)
+    return str(root)
+
+
+@pytest.fixture(scope="session")
+def scenes(tmp_path_factory):
+    """ADE20K's layout: eight training and three validation photographs of 11 classes."""
+    root = tmp_path_factory.mktemp("scenes")
+    for split, name, count in (("train", "training", 8), ("val", "validation", 3)):
+        shapes = Shapes(split, 72)
+        for kind in ("images", "annotations"):
+            (root / kind / name).mkdir(parents=True)
+        for i in range(count):
+            rows = slice(20, 50 + 2 * i)      # twice as wide as high
+            picture = shapes[i][0].permute(1, 2, 0).numpy()[rows]
+            Image.fromarray(picture).save(root / "images" / name / f"{i}.jpg", quality=95)
+            annotation = shapes.annotation(i).numpy()[rows]
+            Image.fromarray(annotation).save(root / "annotations" / name / f"{i}.png")
+    return str(root)
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory):
+    """The path of a checkpoint: a ViT of one block, 60 wide"""
+    torch.manual_seed(1)
+    return write_checkpoint(tmp_path_factory.mktemp("teacher") / "teacher.pt", depth=1, dim=60)
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory):
+    """The path of a checkpoint: a ViT with two experts"""
+    torch.manual_seed(2)
+    return write_checkpoint(tmp_path_factory.mktemp("encoder") / "e2.pt", experts=2)
+
+
+@pytest.fixture
+def stage(photos, scenes, teacher, encoder, tmp_path, monkeypatch):
+    """stage(name, "--flags of one string", *words, out="run") -> a run's command line.
+
+    It has eight steps, four an epoch. In this process, the pixel decoder is a small one.
+    """
+    monkeypatch.setattr(pretrain, "build_student", small_decoder)
+    epochs = ["--epochs", "2", "--warmup-epochs", "1", "--batch-size", "8", "--data", photos]
+    iterations = ("--iterations 8 --warmup-iterations 1 --batch-size 4 --save-every 4 "
+                  "--classes 11 --crop-size 32 --width 8").split()
+    argv = {"pretrain": [*TOY, "--teacher", teacher, *epochs],
+            "finetune": [encoder, *epochs, *QUICK],
+            "linear": [encoder, *epochs, *QUICK],
+            "ep": [encoder, *epochs, *QUICK, "--probe", "ep"],
+            "segment": [encoder, "--data", scenes, *iterations, *QUICK],
+            "knn": [encoder, "--data", photos, *QUICK]}
+
+    def build(name, flags="", *words, out="run"):
+        return [*argv[name], "--out", str(tmp_path / out), *flags.split(), *words]
+    return build
+
+
+def read_run(folder):
+    """The contents of last.pt, and the lines of the log"""
+    lines = Path(folder, "log.jsonl").read_text().splitlines()
+    last = torch.load(Path(folder, "last.pt"), weights_only=False)      # the faster way
+    return last, list(map(json.loads, lines))
+
+
+def play(name, argv):
+    """Runs the stage `name` of SCRIPTS on command-line flags, in this process.
+
+    -> (what its main returns, the contents of last.pt, the lines of the log)
+    """
+    args = SCRIPTS[name].parse_args(argv)
+    return SCRIPTS[name].main(args), *read_run(args.out)
+
+
+def train(argv):
+    """Pretrains in this process -> (last.pt, the log)"""
+    return play("pretrain", argv)[1:]
+
+
+def spy(monkeypatch, owner, name):
+    """-> a growing list of the calls of a function, which still does its work"""
+    mock = Mock(wraps=getattr(owner, name))
+    monkeypatch.setattr(owner, name, mock)
+    return mock.call_args_list
+
+
+def refusal(capsys, name, *argv):
+    """Runs a stage on flags that it must refuse -> its one line of error."""
+    with pytest.raises(SystemExit) as stop:
+        common.launch(SCRIPTS[name].main, SCRIPTS[name].parse_args(list(argv)))
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert "Traceback" not in error
+    return error.split("error: ", 1)[1]
+
+
+def assert_same_bits(a, b):
+    """Two checkpoints hold the same model and the same state of the optimizer."""
+    for part in ("model", "optimizer"):
+        torch.testing.assert_close(a[part], b[part], rtol=0, atol=0)
+
+
+def at_step(monkeypatch, step, action):
+    """Calls `action` in the middle of one step, counted from 0 over all runs to come."""
+    steps = itertools.count()
+
+    def wrapped(*args, set_rate=optim.set_rate):
+        if next(steps) == step:
+            action()
+        set_rate(*args)
+    monkeypatch.setattr(optim, "set_rate", wrapped)
+
+
+def loading():
+    """The flags and the process of a run without workers on this machine's CPU"""
+    args = pretrain.parse_args(["--amp", "off", "--workers", "0"])
+    return args, common.Process(args)
+
+
+# To import PyTorch and timm takes seconds. This server does it once, and forks itself for each
+# program that a test starts.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["timm.data", "torch", "torchvision.transforms.v2", "tqdm"])
+PROGRAM = """
+import multiprocessing, os, runpy, sys
+multiprocessing.set_start_method(None, force=True)      # workers start as without a server
+os.setsid()
+os.dup2(os.open(f"{files}/out", os.O_WRONLY | os.O_CREAT), 1)
+os.dup2(os.open(f"{files}/error", os.O_WRONLY | os.O_CREAT), 2)
+os.chdir(folder)
+os.environ.update(variables)
+sys.argv = argv
+sys.path = [os.path.dirname(argv[0]), *(path for path in sys.path if path != here)]
+runpy.run_path(argv[0], run_name="__main__")
+"""
+
+
+def start(script, *argv, folder=HERE, **variables):
+    """Starts `python SCRIPT ARGV` in a session of its own -> what `finish` takes"""
+    files = tempfile.TemporaryDirectory()
+    names = dict(files=files.name, folder=str(folder), variables=os.environ | variables,
+                 argv=[str(Path(folder, script)), *map(str, argv)], here=str(HERE))
+    program = SERVER.Process(target=exec, args=(PROGRAM, names))
+    program.start()
+    return program, files
+
+
+def finish(started):
+    """Waits for a program -> (exit code, standard output, standard error)"""
+    program, files = started
+    program.join(300)
+    if program.exitcode is None:
+        os.killpg(program.pid, signal.SIGKILL)
+        program.join()
+    with files as folder:
+        return program.exitcode, *(Path(folder, name).read_text("utf-8")
+                                   for name in ("out", "error"))
+
+
+def run_command(*argv, **kwargs):
+    """Runs a command in a session of its own -> (exit code, standard output)"""
+    process = subprocess.Popen(argv, text=True, stdout=subprocess.PIPE, start_new_session=True,
+                               **kwargs)
+    try:
+        out, _ = process.communicate(timeout=300)
+    finally:
+        with contextlib.suppress(ProcessLookupError):      # if nothing of it is left
+            os.killpg(process.pid, signal.SIGTERM)
+    return process.returncode, out
+
+
+def start_two(script, *argvs, **variables):
+    """Starts two processes of one group, with the variables that torchrun sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        variables |= dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT=str(free.getsockname()[1]))
+    started = []
+    for rank, argv in zip("01", argvs):
+        started.append(start(script, *argv, RANK=rank, LOCAL_RANK=rank, **variables))
+    return started
+
+
+def run_two(script, *argv):
+    """Runs a script in two processes -> the standard output of both"""
+    ends = list(map(finish, start_two(script, argv, argv)))
+    assert [code for code, _, _ in ends] == [0, 0], "".join(error for _, _, error in ends)
+    return "".join(out for _, out, _ in ends)
+
+
+def driver(tmp_path, fault="None", log_every=1, first=""):
+    """Writes a program that pretrains, and evaluates `fault` in the middle of each step -> its path
+
+    `fault` is an expression of `step`, counted from 1, and `rank`. `first` are lines that run
+    before the training.
+    """
+    path = tmp_path / "driver.py"
+    path.write_text(f"""
+import itertools, os, signal, subprocess, sys, time, torch
+sys.path.insert(0, {str(HERE)!r})
+import optim, common, run, pretrain
+{first}
+set_rate, steps, rank = optim.set_rate, itertools.count(1), os.environ.get("RANK")
+optim.set_rate = lambda *args: (step := next(steps), {fault}, set_rate(*args))
+run.LOG_EVERY = {log_every}
+common.launch(pretrain.main, pretrain.parse_args())
+""", "utf-8")
+    return path
+
+
+def huber(pred, target):
+    """Eq. 1 before the mean over patches: [N, D] each -> [N]"""
+    variance = target.var(-1, correction=0, keepdim=True)
+    distance = (pred - (target - target.mean(-1, True)) / (variance + 1e-5).sqrt()).abs()
+    return torch.where(distance < 1, 0.5 * distance ** 2, distance - 0.5).mean(-1)
+
+
+ALL = tuple(dict.fromkeys(itertools.chain(*pretrain.OBJECTIVES.values())))
+LINE = {"step", "epoch", "lr", "loss", "grad_norm", "skipped", "memory_gib", "images_per_second",
+        "loader_wait"}
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """{file name: the figure that was to be saved there}, of matplotlib"""
+    figures = {}
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig",
+                        lambda self, path, **how: figures.update({Path(path).name: self}))
+    return figures
+
+
+PAGES = {name: (HERE / f"{name}.md").read_text("utf-8")
+         for name in ("README", "USING", "REPRODUCE", "RUNNING", "CONTRIBUTING")}
+
+
+class TestSoftMoE:
+    def test_output_is_equation_4_with_a_separate_mlp_per_expert(self):
+        moe = model.SoftMoE(7, 3, 11).double()
+        moe.router.scale.data.fill_(2.5)
+        nn.init.normal_(moe.b1)
+        nn.init.normal_(moe.b2)
+        x = randn(2, 5, 7)
+        x[0, 1] *= 1e-6      # a cosine has no length
+        y, (dispatch, combine) = moe(x)
+        cosines = F.cosine_similarity(x[:, :, None], moe.router.phi.T, dim=3)      # [2, 5, 3]
+        power = (2.5 * cosines).exp()
+        assert torch.allclose(dispatch, power / power.sum(1, keepdim=True), rtol=1e-10)
+        assert torch.allclose(combine, power / power.sum(2, keepdim=True), rtol=1e-10)
+        expected = 0
+        for e in range(3):
+            slot = (dispatch[:, :, e, None] * x).sum(1)
+            output = F.gelu(slot @ moe.w1[e] + moe.b1[e]) @ moe.w2[e] + moe.b2[e]
+            expected = expected + combine[:, :, e, None] * output[:, None]
+        assert torch.allclose(y, expected, atol=1e-12)
+
+    @pytest.mark.parametrize("precision", (torch.bfloat16, torch.float16))
+    def test_routing_is_in_float32_under_autocast_and_half_precision(self, precision):
+        moe = model.SoftMoE(64, 3, 110)
+        x = torch.randn(2, 9, 64).to(precision)
+        exact = moe.router(x.float())
+        with torch.autocast("cpu", dtype=precision):
+            y, routing = moe(x.float())
+        assert y.dtype == precision
+        for found in (routing, moe.router(x)):
+            torch.testing.assert_close(found, exact, rtol=0, atol=0)      # its dtype, too
+
+    def test_padding_gets_no_weight_and_changes_no_other_token(self):
+        moe = model.SoftMoE(7, 3, 11).double()
+        x = randn(4, 9, 7).requires_grad_()
+        lengths = 9, 2, 5, 1
+        valid = torch.arange(9) < torch.tensor(lengths)[:, None]
+        valid[0] = valid[0].flip(0)
+        y, routing = moe(x, valid)
+        for i, length in enumerate(lengths):
+            alone, (dispatch, combine) = moe(x[i:i + 1, :length])
+            torch.testing.assert_close(y[i:i + 1, :length], alone)
+            torch.testing.assert_close(routing.dispatch[i:i + 1, :length], dispatch)
+            torch.testing.assert_close(routing.combine[i:i + 1, :length], combine)
+            assert not routing.dispatch[i, length:].any()
+        entropy = losses.dispatch_entropy(routing.dispatch)
+        (entropy.sum() + y.sum()).backward()
+        assert entropy.isfinite().all() and x.grad.isfinite().all()
+        assert moe.router.phi.grad.isfinite().all() and moe.router.phi.grad.any()
+
+    def test_modules_made_without_memory_fill_themselves(self):
+        """Hugging Face's from_pretrained and FSDP ask each module to do so."""
+        torch.manual_seed(3)
+        expected = model.SoftMoE(7, 3, 11).state_dict()
+        with torch.device("meta"):
+            moe = model.SoftMoE(7, 3, 11)
+        moe.to_empty(device="cpu")
+        for parameter in moe.parameters():
+            parameter.data.fill_(math.nan)
+        torch.manual_seed(3)
+        moe.router.reset_parameters()
+        moe.reset_parameters()
+        torch.testing.assert_close(moe.state_dict(), expected, rtol=0, atol=0)
+
+    def test_weights_start_as_in_linear_layers_and_shrink_with_depth(self):
+        vit = model.build_vit("vit_tiny", image_size=32, experts=5)
+        for depth, block in enumerate(vit.blocks, start=1):
+            shrunk = 1 / (2 * depth) ** 0.5
+            normal = {block.attn.qkv: 0.02, block.attn.proj: 0.02 * shrunk}
+            if depth % 2:
+                normal |= {block.mlp.fc1: 0.02, block.mlp.fc2: 0.02 * shrunk}
+            else:
+                moe = block.mlp
+                bounds = {moe.w1: 192 ** -0.5, moe.w2: 768 ** -0.5 * shrunk,
+                          moe.router.phi: 5 ** -0.5}
+                for weight, bound in bounds.items():
+                    assert weight.abs().max().item() == pytest.approx(bound, rel=0.01)
+                    assert weight.std().item() == pytest.approx(bound / 3 ** 0.5, rel=0.05)
+                assert moe.router.scale == 1 and not moe.b1.any() and not moe.b2.any()
+            for layer, std in normal.items():
+                assert layer.weight.std().item() == pytest.approx(std, rel=0.05)
+                assert not layer.bias.any()
+            assert (block.ls1.gamma == 0.1).all() and (block.ls2.gamma == 0.1).all()
+
+    def test_expert_dropout_drops_whole_experts_of_an_image(self):
+        moe = model.SoftMoE(7, 2, 13, dropout=0.4).double()
+        nn.init.normal_(moe.b2)
+        x = randn(1, 3, 7).expand(4000, -1, -1)
+        whole, _ = moe.eval()(x[:1])
+        dropped, _ = moe.train()(x)
+        # with two experts an image has one of four outputs: of none, of either, or of both
+        assert len(dropped.flatten(1).round(decimals=9).unique(dim=0)) == 4
+        assert (dropped == 0).all((1, 2)).double().mean().item() == pytest.approx(0.16, abs=0.03)
+        assert torch.allclose(dropped.mean(0), whole[0], atol=0.1)
+
+    @needs_loopback
+    @pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"),
+                        reason="this PyTorch's fully_shard needs a GPU")
+    def test_a_block_that_fully_shard_shards_is_the_same_block(self, tmp_path):
+        """Each of two processes holds half of every parameter."""
+        path = tmp_path / "shard.py"
+        path.write_text(f"""
+import sys, torch
+sys.path.insert(0, {str(HERE)!r})
+import model
+from torch.distributed import destroy_process_group, fsdp, init_process_group
+from torch.distributed.device_mesh import init_device_mesh
+init_process_group("gloo")
+torch.manual_seed(0)
+whole, sharded = (model.Block(6, 2, experts=3) for _ in "ab")
+sharded.load_state_dict(whole.state_dict())
+fsdp.fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+x = torch.randn(5, 7, 6)
+results = []
+for block in (whole, sharded):
+    y, routing = block(x)
+    (y.square().mean() + routing.dispatch[:, 1].log().mean()).backward()
+    gradients = [p.grad.full_tensor() if block is sharded else p.grad for p in block.parameters()]
+    results.append([y, *routing, *gradients])
+torch.testing.assert_close(*results)
+print(len(sharded.mlp.router.phi.to_local()), "of", len(sharded.mlp.router.phi), "rows")
+destroy_process_group()
+""", "utf-8")
+        assert run_two(path) == 2 * "3 of 6 rows\n"
+
+
+class TestViT:
+    def test_patches_are_dropped_or_replaced_around_their_positions(self):
+        """A visible patch keeps its position, and a mask token has that of its patch."""
+        vit = model.ViT(40, 8, dim=18, depth=0, heads=2).double()
+        images = randn(2, 3, 40, 40)
+        whole, _ = vit(images)
+        ids_keep = torch.stack([torch.randperm(25)[:7] for _ in range(2)])
+        sparse, _ = vit(images, ids_keep)
+        for b in range(2):
+            assert torch.allclose(sparse[b], whole[b, [0, *(1 + ids_keep[b]).tolist()]])
+        mask = torch.rand(2, 25) < 0.5
+        mask_token = randn(1, 1, 18)
+        dense, _ = vit(images, mask=mask, mask_token=mask_token)
+        replaced = vit.norm(mask_token + vit.pos_embed[:, 1:])
+        assert torch.allclose(dense[:, 1:], torch.where(mask[..., None], replaced, whole[:, 1:]))
+
+    def test_soft_moes_replace_the_mlps_of_the_given_blocks(self):
+        vit = nano(experts=2, moe_blocks=[3, 0, 3]).double()
+        assert vit.moe_blocks == vit.config["moe_blocks"] == [0, 3]      # in order, and once
+        images = randn(2, 3, 32, 32)
+        tokens, routing = vit(images)
+        assert list(routing) == [0, 3]
+        x = vit.embed(images)
+        for i, block in enumerate(vit.blocks):
+            x = x + 0.1 * block.attn(block.norm1(x))
+            y = block.mlp(block.norm2(x))
+            if i in routing:
+                y, expected = y
+                torch.testing.assert_close(routing[i], expected)
+            x = x + 0.1 * y
+        torch.testing.assert_close(tokens, vit.norm(x), rtol=1e-5, atol=1e-6)
+
+    def test_pooling_is_cls_or_the_mean_patch_and_nothing_else(self):
+        tokens = rand(2, 5, 3)
+        assert torch.equal(model.pool(tokens, "cls"), tokens[:, 0])
+        assert torch.allclose(model.pool(tokens, "mean"), tokens[:, 1:].sum(1) / 4)
+        with pytest.raises(ValueError, match="CLS"):
+            model.pool(tokens, "CLS")
+
+    def test_drop_path_rises_with_depth_and_keeps_the_expectation(self):
+        vit = nano(drop_path=0.3)
+        assert isinstance(vit.blocks[0].drop_path, nn.Identity)
+        shares = [block.drop_path.p for block in vit.blocks[1:]]
+        assert shares == pytest.approx([0.1, 0.2, 0.3])
+        assert not list(vit.buffers())  # a model made on the meta device would have junk in them
+        block = vit.blocks[3]
+        kept = block.drop_path(torch.ones(4000, 2, 3))
+        assert kept.unique().tolist() == pytest.approx([0, 1 / (1 - 0.3)])
+        assert (kept == kept[:, :1, :1]).all() and kept.mean().item() == pytest.approx(1, abs=0.05)
+        x = torch.rand(2, 17, 96)
+        block.drop_path.p = 1 - 1e-7
+        assert torch.equal(block(x)[0], x) and not torch.equal(block.eval()(x)[0], x)
+
+    @pytest.mark.parametrize("experts, millions, giga", (
+        (0, 85.8, 17.45), (2, 114.2, 11.93), (16, 510.9, None), (32, 964.3, None),
+        (64, 1871.2, 13.86)))
+    def test_vit_base_has_the_papers_parameters_and_multiplications(self, experts, millions, giga):
+        with torch.device("meta"), FlopCounterMode(display=False) as counter:
+            vit = model.build_vit("vit_base", experts=experts)
+            for block in vit.blocks:
+                block(torch.empty(1, 197, 768))
+        assert sum(p.numel() for p in vit.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
+        assert not giga or counter.get_total_flops() / 2e9 == pytest.approx(giga, abs=0.006)
+        assert vit.moe_blocks == ([1, 3, 5, 7, 9, 11] if experts else [])
+
+    @pytest.mark.parametrize("name, patch_size", (
+        ("tiny", 16), ("small", 16), ("base", 16), ("large", 16), ("huge", 14)))
+    def test_models_have_the_tensors_and_heads_of_timms(self, name, patch_size):
+        import timm
+        with torch.device("meta"):
+            theirs = timm.create_model(f"vit_{name}_patch{patch_size}_224", init_values=0.1,
+                                       num_classes=0)
+            ours = model.build_vit(f"vit_{name}", patch_size=patch_size)
+        shapes, expected = ({key: x.shape for key, x in vit.state_dict().items()}
+                            for vit in (ours, theirs))
+        assert shapes == expected
+        assert ours.blocks[0].attn.heads == theirs.blocks[0].attn.num_heads
+
+    def test_encoder_is_timms_both_ways(self):
+        import timm
+        theirs = timm.create_model("vit_base_patch16_224", init_values=0.1, num_classes=0, depth=3,
+                                   img_size=80)
+        for p in theirs.eval().parameters():
+            p.data.add_(0.02 * torch.randn_like(p))        # no bias is zero and no norm is one
+        ours = model.build_vit("vit_base", depth=3, image_size=80).eval()
+        images = torch.randn(2, 3, 80, 80)
+        ours.load_state_dict(theirs.state_dict())
+        with torch.no_grad():
+            assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
+            ours.blocks[1].attn.qkv.weight.mul_(1.1)
+            theirs.load_state_dict(ours.state_dict(), strict=True)
+            assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
+        assert timm.data.IMAGENET_DEFAULT_MEAN == model.IMAGENET_MEAN
+        assert timm.data.IMAGENET_DEFAULT_STD == model.IMAGENET_STD
+
+    @pytest.mark.parametrize("name", ("losses", "model", "balance"))
+    def test_files_to_copy_import_torch_alone(self, name):
+        code = (HERE / f"{name}.py").read_text("utf-8")
+        imports = re.findall(r"^(?:import|from) (\w+)", code, re.M)
+        assert "torch" in imports and set(imports) <= {"torch", *sys.stdlib_module_names}
+
 
 def make_student(dense=False):
     """-> a small student, 4 images of 25 patches, and masks, each of 11 other patches"""
@@ -207,206 +635,85 @@ def make_student(dense=False):
     return student.double(), rand(4, 3, 40, 40), mask
 
 
-def visible(mask):
-    """The indices of the visible patches: bool [B, N] -> [B, V]"""
-    return torch.stack([(~row).nonzero()[:, 0] for row in mask])
+class TestStudent:
+    @pytest.mark.parametrize("grid, ratio, masked", (
+        (14, 0.4, 78), (14, 0.006, 1), (14, 0.999, 195), (10, 0.29, 28)))
+    def test_78_of_196_patches_are_masked_and_the_others_are_seen(self, grid, ratio, masked):
+        """In floating point, 0.29 * 100 is below 29."""
+        student = model.Explore(model.ViT(2 * grid, 2, dim=24, depth=1, heads=2), 5)
+        assert data.count_masked(grid, ratio) == masked
+        views = data.TrainViews(Shapes("train", 2 * grid), 2 * grid, 7, grid, ratio)
+        batch = torch.utils.data.default_collate([views[0, i] for i in range(3)])
+        assert (batch["mask"].sum(1) == masked).all()
+        assert torch.equal(batch["ids_keep"], visible(batch["mask"]))
+        pred = student(torch.rand(3, 3, 2 * grid, 2 * grid), batch["mask"], batch["ids_keep"])
+        assert pred.tokens.shape == (3, 1 + grid ** 2 - masked, 5)
 
+    @pytest.mark.parametrize("dense", (False, True))
+    def test_the_student_never_sees_a_masked_patch(self, dense):
+        student, images, mask = make_student(dense)
+        pred = student(images, mask, visible(mask))
+        hidden = mask.view(4, 1, 5, 5).repeat_interleave(8, 2).repeat_interleave(8, 3)
+        for where, same in ((hidden, True), (~hidden, False)):
+            other = student(torch.where(where, rand(4, 3, 40, 40), images), mask, visible(mask))
+            assert torch.equal(other.tokens, pred.tokens) == same
+            assert torch.equal(other.pixels, pred.pixels) == same
+        if not dense:      # without the indices of the visible patches, it would see every patch
+            with pytest.raises(ValueError, match="ids_keep"):
+                student(images, mask)
 
-def test_patches_are_dropped_or_replaced_around_the_position_embedding():
-    """Sparse: each keeps its own position. Dense: a mask token has that of its patch."""
-    vit = model.ViT(40, 8, dim=18, depth=0, heads=2).double()
-    images = randn(2, 3, 40, 40)
-    whole, _ = vit(images)
-    ids_keep = torch.stack([torch.randperm(25)[:7] for _ in range(2)])
-    sparse, _ = vit(images, ids_keep)
-    for b in range(2):
-        assert torch.allclose(sparse[b], whole[b, [0, *(1 + ids_keep[b]).tolist()]])
-    mask = torch.rand(2, 25) < 0.5
-    mask_token = randn(1, 1, 18)
-    dense, _ = vit(images, mask=mask, mask_token=mask_token)
-    replaced = vit.norm(mask_token + vit.pos_embed[:, 1:])
-    assert torch.allclose(dense[:, 1:], torch.where(mask[..., None], replaced, whole[:, 1:]))
+    def test_one_mask_for_all_images_is_that_of_each(self):
+        student, images, mask = make_student()
+        targets, mask = randn(4, 26, 7), mask[:1].expand(4, -1)
+        found = []
+        for ids_keep in (visible(mask), visible(mask[:1])):
+            pred = student(images, mask, ids_keep)
+            found.append(losses.explore_losses(pred, targets, images, mask, objectives=ALL)[0])
+        torch.testing.assert_close(*found)
 
+    @pytest.mark.parametrize("dense", (False, True))
+    def test_head_and_decoder_see_the_encoders_tokens_and_teach_it(self, dense):
+        student, images, mask = make_student(dense)
+        pred = student(images, mask, visible(mask))
+        tokens, _ = student.encoder(images, pred.ids_keep, mask if dense else None,
+                                    student.mask_token)
+        assert torch.equal(pred.tokens, student.head(tokens))
+        assert torch.equal(pred.pixels, student.decoder(tokens[:, 1:], pred.ids_keep, mask))
+        for part in (pred.tokens, pred.pixels):
+            gradient, = torch.autograd.grad(part.sum(), student.encoder.pos_embed,
+                                            retain_graph=True)
+            assert gradient.any()
 
-def test_a_soft_moe_takes_the_place_of_the_mlp_in_the_blocks_asked_for():
-    vit = nano(experts=2, moe_blocks=[3, 0, 3]).double()
-    assert vit.moe_blocks == vit.config["moe_blocks"] == [0, 3]      # in order, and once
-    images = randn(2, 3, 32, 32)
-    tokens, routing = vit(images)
-    assert list(routing) == [0, 3]
-    x = vit.embed(images)
-    for i, block in enumerate(vit.blocks):
-        x = x + 0.1 * block.attn(block.norm1(x))
-        y = block.mlp(block.norm2(x))
-        if i in routing:
-            y, expected = y
-            torch.testing.assert_close(routing[i], expected)
-        x = x + 0.1 * y
-    torch.testing.assert_close(tokens, vit.norm(x), rtol=1e-5, atol=1e-6)
+    def test_the_decoder_puts_every_visible_token_back_in_its_place(self):
+        decoder = model.PixelDecoder(nano(), dim=64, depth=1, heads=2).double()
+        patches = randn(3, 16, 96)
+        mask = torch.stack([torch.randperm(16) for _ in range(3)]) >= 9
+        ids_keep = torch.stack([(~row).nonzero()[torch.randperm(9), 0] for row in mask])
+        x = torch.where(mask[..., None], decoder.mask_token, decoder.embed(patches))
+        x, _ = decoder.blocks[0](x + decoder.pos_embed)
+        expected = decoder.pixels(decoder.norm(x))
+        sparse = patches[torch.arange(3)[:, None], ids_keep]
+        assert torch.allclose(decoder(sparse, ids_keep, mask), expected)
+        assert torch.allclose(decoder(patches, None, mask), expected)
 
-
-@pytest.mark.parametrize("grid, ratio, masked", (
-    (14, 0.4, 78), (14, 0.006, 1), (14, 0.999, 195), (10, 0.29, 28)))
-def test_78_of_196_patches_are_masked_and_the_student_sees_the_others(grid, ratio, masked):
-    """The last 0.29 * 100 is below 29, for a computer."""
-    student = model.Explore(model.ViT(2 * grid, 2, dim=24, depth=1, heads=2), 5)
-    assert data.count_masked(grid, ratio) == masked
-    views = data.TrainViews(Shapes("train", 2 * grid), 2 * grid, 7, grid, ratio)
-    batch = torch.utils.data.default_collate([views[0, i] for i in range(3)])
-    assert (batch["mask"].sum(1) == masked).all()
-    assert torch.equal(batch["ids_keep"], visible(batch["mask"]))
-    pred = student(torch.rand(3, 3, 2 * grid, 2 * grid), batch["mask"], batch["ids_keep"])
-    assert pred.tokens.shape == (3, 1 + grid ** 2 - masked, 5)
-
-
-@pytest.mark.parametrize("dense", (False, True))
-def test_the_student_never_sees_a_masked_patch(dense):
-    student, images, mask = make_student(dense)
-    pred = student(images, mask, visible(mask))
-    hidden = mask.view(4, 1, 5, 5).repeat_interleave(8, 2).repeat_interleave(8, 3)
-    for where, same in ((hidden, True), (~hidden, False)):
-        other = student(torch.where(where, rand(4, 3, 40, 40), images), mask, visible(mask))
-        assert torch.equal(other.tokens, pred.tokens) == same
-        assert torch.equal(other.pixels, pred.pixels) == same
-    if not dense:      # without the indices of the visible patches, it would see every patch
-        with pytest.raises(ValueError, match="ids_keep"):
-            student(images, mask)
-
-
-def test_one_mask_for_all_images_is_that_of_each():
-    student, images, mask = make_student()
-    targets, mask = randn(4, 26, 7), mask[:1].expand(4, -1)
-    found = []
-    for ids_keep in (visible(mask), visible(mask[:1])):
-        pred = student(images, mask, ids_keep)
-        found.append(losses.explore_losses(pred, targets, images, mask, objectives=ALL)[0])
-    torch.testing.assert_close(*found)
-
-
-def test_pooling_is_cls_or_the_mean_patch_and_nothing_else():
-    tokens = rand(2, 5, 3)
-    assert torch.equal(model.pool(tokens, "cls"), tokens[:, 0])
-    assert torch.allclose(model.pool(tokens, "mean"), tokens[:, 1:].sum(1) / 4)
-    with pytest.raises(ValueError, match="CLS"):
-        model.pool(tokens, "CLS")
-
-
-@pytest.mark.parametrize("dense", (False, True))
-def test_head_and_decoder_see_what_the_encoder_made_and_teach_it(dense):
-    student, images, mask = make_student(dense)
-    pred = student(images, mask, visible(mask))
-    tokens, _ = student.encoder(images, pred.ids_keep, mask if dense else None, student.mask_token)
-    assert torch.equal(pred.tokens, student.head(tokens))
-    assert torch.equal(pred.pixels, student.decoder(tokens[:, 1:], pred.ids_keep, mask))
-    for part in (pred.tokens, pred.pixels):
-        gradient, = torch.autograd.grad(part.sum(), student.encoder.pos_embed, retain_graph=True)
-        assert gradient.any()
-
-
-def test_drop_path_rises_with_depth_drops_both_branches_and_keeps_the_expectation():
-    vit = nano(drop_path=0.3)
-    assert isinstance(vit.blocks[0].drop_path, nn.Identity)
-    shares = [block.drop_path.p for block in vit.blocks[1:]]
-    assert shares == pytest.approx([0.1, 0.2, 0.3])
-    assert not list(vit.buffers())      # a model made on the meta device would have junk in them
-    block = vit.blocks[3]
-    kept = block.drop_path(torch.ones(4000, 2, 3))
-    assert kept.unique().tolist() == pytest.approx([0, 1 / (1 - 0.3)])
-    assert (kept == kept[:, :1, :1]).all() and kept.mean().item() == pytest.approx(1, abs=0.05)
-    x = torch.rand(2, 17, 96)
-    block.drop_path.p = 1 - 1e-7
-    assert torch.equal(block(x)[0], x) and not torch.equal(block.eval()(x)[0], x)
-
-
-@pytest.mark.parametrize("experts, millions, giga", (
-    (0, 85.8, 17.45), (2, 114.2, 11.93), (16, 510.9, None), (32, 964.3, None),
-    (64, 1871.2, 13.86)))
-def test_the_vit_base_has_the_papers_parameters_and_multiplications(experts, millions, giga):
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        vit = model.build_vit("vit_base", experts=experts)
-        for block in vit.blocks:
-            block(torch.empty(1, 197, 768))
-    assert sum(p.numel() for p in vit.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
-    assert not giga or counter.get_total_flops() / 2e9 == pytest.approx(giga, abs=0.006)
-    assert vit.moe_blocks == ([1, 3, 5, 7, 9, 11] if experts else [])
-
-
-@pytest.mark.parametrize("name, patch_size", (
-    ("tiny", 16), ("small", 16), ("base", 16), ("large", 16), ("huge", 14)))
-def test_models_have_the_tensors_and_heads_of_timms(name, patch_size):
-    import timm
-    with torch.device("meta"):
-        theirs = timm.create_model(f"vit_{name}_patch{patch_size}_224", init_values=0.1,
-                                   num_classes=0)
-        ours = model.build_vit(f"vit_{name}", patch_size=patch_size)
-    shapes, expected = ({key: x.shape for key, x in vit.state_dict().items()}
-                        for vit in (ours, theirs))
-    assert shapes == expected
-    assert ours.blocks[0].attn.heads == theirs.blocks[0].attn.num_heads
-
-
-def test_encoder_is_timms_both_ways():
-    import timm
-    theirs = timm.create_model("vit_base_patch16_224", init_values=0.1, num_classes=0, depth=3,
-                               img_size=80)
-    for p in theirs.eval().parameters():
-        p.data.add_(0.02 * torch.randn_like(p))        # no bias is zero and no norm is one
-    ours = model.build_vit("vit_base", depth=3, image_size=80).eval()
-    images = torch.randn(2, 3, 80, 80)
-    ours.load_state_dict(theirs.state_dict())
-    with torch.no_grad():
-        assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
-        ours.blocks[1].attn.qkv.weight.mul_(1.1)
-        theirs.load_state_dict(ours.state_dict(), strict=True)
-        assert torch.allclose(ours(images)[0], theirs.forward_features(images), atol=1e-4)
-    assert timm.data.IMAGENET_DEFAULT_MEAN == model.IMAGENET_MEAN
-    assert timm.data.IMAGENET_DEFAULT_STD == model.IMAGENET_STD
-
-
-def test_the_decoder_puts_every_visible_token_back_where_it_came_from():
-    decoder = model.PixelDecoder(nano(), dim=64, depth=1, heads=2).double()
-    patches = randn(3, 16, 96)
-    mask = torch.stack([torch.randperm(16) for _ in range(3)]) >= 9
-    ids_keep = torch.stack([(~row).nonzero()[torch.randperm(9), 0] for row in mask])
-    x = torch.where(mask[..., None], decoder.mask_token, decoder.embed(patches))
-    x, _ = decoder.blocks[0](x + decoder.pos_embed)
-    expected = decoder.pixels(decoder.norm(x))
-    sparse = patches[torch.arange(3)[:, None], ids_keep]
-    assert torch.allclose(decoder(sparse, ids_keep, mask), expected)
-    assert torch.allclose(decoder(patches, None, mask), expected)
-
-
-def test_the_decoder_is_the_papers_and_tokens_and_positions_start_at_0_02():
-    student = model.Explore(nano(dim=768, depth=1), 8, dense=True, pixels=True)
-    decoder = student.decoder
-    assert len(decoder.blocks) == 8 and decoder.blocks[0].attn.heads == 16
-    assert decoder.pos_embed.shape == (1, 16, 512)
-    names = " ".join(decoder.state_dict())
-    assert "phi" not in names and "ls1" not in names
-    assert not any("mask_token" in name for name in student.encoder.state_dict())
-    for weight in (student.mask_token, decoder.mask_token, decoder.pos_embed, decoder.embed.weight,
-                   student.encoder.cls_token, student.encoder.pos_embed, student.head.weight,
-                   student.encoder.patch_embed.proj.weight):
-        assert weight.std().item() == pytest.approx(0.02, rel=0.1)
-    assert not student.head.bias.any() and not decoder.embed.bias.any()
-
-
-@pytest.mark.parametrize("name", ("losses", "model", "balance"))
-def test_files_to_copy_import_torch_alone(name):
-    imports = re.findall(r"^(?:import|from) (\w+)", (HERE / f"{name}.py").read_text("utf-8"), re.M)
-    assert "torch" in imports and set(imports) <= {"torch", *sys.stdlib_module_names}
-
-
-# -------------------------------------------------------------------- losses, Eq. 1 to 8
-
-def huber(pred, target):
-    """Eq. 1 before the mean over patches: [N, D] each -> [N]"""
-    variance = target.var(-1, correction=0, keepdim=True)
-    distance = (pred - (target - target.mean(-1, True)) / (variance + 1e-5).sqrt()).abs()
-    return torch.where(distance < 1, 0.5 * distance ** 2, distance - 0.5).mean(-1)
+    def test_the_decoder_is_the_papers_and_tokens_start_at_0_02(self):
+        student = model.Explore(nano(dim=768, depth=1), 8, dense=True, pixels=True)
+        decoder = student.decoder
+        assert len(decoder.blocks) == 8 and decoder.blocks[0].attn.heads == 16
+        assert decoder.pos_embed.shape == (1, 16, 512)
+        names = " ".join(decoder.state_dict())
+        assert "phi" not in names and "ls1" not in names
+        assert not any("mask_token" in name for name in student.encoder.state_dict())
+        encoder = student.encoder
+        for weight in (student.mask_token, student.head.weight, encoder.cls_token,
+                       encoder.pos_embed, encoder.patch_embed.proj.weight, decoder.mask_token,
+                       decoder.pos_embed, decoder.embed.weight):
+            assert weight.std().item() == pytest.approx(0.02, rel=0.1)
+        assert not student.head.bias.any() and not decoder.embed.bias.any()
 
 
 def cosine(pred, target):
+    """The cosine of two vectors: [D] each -> scalar"""
     return pred @ target / (pred @ pred).sqrt() / (target @ target).sqrt()
 
 
@@ -416,83 +723,6 @@ def squares(pred, image, i):
     patch = image[:, 8 * row:8 * row + 8, 8 * column:8 * column + 8].flatten()
     patch = (patch - patch.mean()) / (patch.var(correction=1) + 1e-6).sqrt()
     return ((pred - patch) ** 2).mean()
-
-
-def test_token_loss_is_equation_1():
-    pred = 2 * randn(3, 4, 192)
-    target = 3 * randn(3, 4, 192) + 1
-    target[0] *= 1e-3      # so small that the 1e-5 of the norm counts
-    expected = torch.stack(list(map(huber, pred, target)))
-    assert torch.allclose(losses.token_loss(pred, target), expected)
-
-
-def test_cls_loss_is_equation_2():
-    pred, target = randn(2, 5, 192)
-    expected = 1 - np.mean([cosine(*pair).item() for pair in zip(pred, target)])
-    assert losses.cls_loss(pred, target).item() == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("channels", (1, 3, 4))
-def test_pixel_loss_is_the_mean_over_pixels_of_equation_3(channels):
-    pred = randn(5, 6, 64 * channels)
-    images = rand(5, channels, 24, 16)
-    images[0] *= 1e-2      # so dark that the 1e-6 counts
-    for b, i in np.ndindex(5, 6):
-        expected = squares(pred[b, i], images[b], i)
-        assert torch.allclose(losses.pixel_loss(pred, images)[b, i], expected)
-
-
-@pytest.mark.parametrize("alike", (False, True))
-def test_the_spread_of_a_loss_is_its_deviation_over_an_images_selected_patches(alike):
-    """It has no gradient, also where all patches cost the same and its slope would be infinite."""
-    patch_loss = rand(5, 9) if not alike else torch.full((5, 9), 0.3).double()
-    counts = torch.tensor([[9], [1], [4], [0], [2]])
-    selected = torch.stack([torch.randperm(9) for _ in range(5)]) < counts
-    expected = np.mean([np.std(x[s].numpy()) if s.any() else 0
-                        for x, s in zip(patch_loss, selected)])
-    _, found = losses.coupled_loss(patch_loss.requires_grad_(), selected.double())
-    assert found["spread"].item() == pytest.approx(expected, abs=1e-12)
-    assert not found["spread"].requires_grad
-
-
-def test_an_image_without_selected_patches_has_a_loss_and_a_gradient_of_zero():
-    """As in iBOT, which leaves some images whole; the mean is over all images."""
-    patch_loss, weight = rand(3, 7) + 5, rand(3, 7).requires_grad_()
-    selected = (torch.rand(3, 7) < 0.5).double()
-    selected[1] = 0
-    selected[:, 2] = torch.tensor([1, 0, 1])
-    patch_loss.requires_grad_()
-    loss = losses.weighted_mean(patch_loss, weight * selected)
-    loss.backward()
-    expected = sum((w * x)[s > 0].sum() / w[s > 0].sum() for w, x, s in zip(
-        weight, patch_loss, selected) if s.any()) / 3
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    for gradient in (weight.grad, patch_loss.grad):
-        assert gradient.isfinite().all() and not gradient[1].any() and gradient[0].any()
-    case = make_case(dense=True)
-    case.mask[2] = False
-    values, _, _ = couple(case, objectives=ALL)
-    values.sum().backward()
-    for prediction in (case.pred.tokens, case.pred.pixels):
-        assert prediction.grad.isfinite().all() and not prediction.grad[2, 1:].any()
-    assert all(router.phi.grad is None or router.phi.grad.isfinite().all()
-               for router in case.routers.values())
-
-
-def test_routed_losses_teach_the_router_to_leave_hard_patches():
-    weight = torch.full((1, 3), 1 / 3, requires_grad=True)
-    losses.weighted_mean(torch.tensor([[0.1, 0.5, 0.9]]), weight).backward()
-    assert weight.grad[0, 0] < 0 < weight.grad[0, 2]      # descent raises the easy one's weight
-    assert abs(weight.grad[0, 1]) < 1e-6
-
-
-def test_entropy_is_the_logarithm_of_119_if_uniform_and_0_with_a_gradient_if_of_one_token():
-    uniform = torch.full((1, 119, 1), 1 / 119)
-    assert losses.dispatch_entropy(uniform).item() == pytest.approx(4.779, abs=5e-4)
-    point = F.one_hot(torch.tensor([[3]]), 119).float().transpose(1, 2).requires_grad_()
-    entropy = losses.dispatch_entropy(point).sum()
-    entropy.backward()
-    assert entropy.item() == 0 and point.grad.isfinite().all()
 
 
 def plain_token(pred, targets, images, mask, b, prefix):
@@ -512,7 +742,6 @@ def plain_pixel(pred, targets, images, mask, b, prefix):
 
 
 PLAIN = {"token": plain_token, "pixel": plain_pixel}      # each loss of patches, by its equation
-ALL = tuple(dict.fromkeys(itertools.chain(*pretrain.OBJECTIVES.values())))
 
 
 def plain_losses(pred, targets, images, mask, objectives, loss_block, loss_weights="dispatch",
@@ -575,120 +804,188 @@ def make_case(dense=False, prefix=1):
 
 
 def couple(case, **keywords):
+    """What explore_losses makes of a case"""
     return losses.explore_losses(case.pred, case.targets, case.images, case.mask, **keywords)
 
 
-@pytest.mark.parametrize("dense, keywords", (
-    (False, dict(objectives=ALL, lambdas=(0.5, 2.0, 0.1), importance_weight=300.0,
-                 loss_block=(0, 3))),
-    (True, dict(objectives=ALL, lambdas=(1.0, 2.0, 0.2), entropy_on="combine", loss_block=(0, 3))),
-    (True, dict(objectives=("pixel", "token"), lambdas=(0.0, 1.0, 0.3), loss_weights="combine",
-                loss_block=(0, 3))),
-    (True, dict(objectives=("cls", "token"), lambdas=(1.0, 1.0, 2.0), loss_weights="uniform")),
-    (False, dict(objectives=("token", "cls"), lambdas=(3.0, 1.0, 2.0), detach=True)),
-    (False, dict(objectives=("token",), lambdas=(0.3, 1.0, 2.0), prefix=0)),
-    (False, dict(objectives=("token", "cls"), lambdas=(3.0, 1.0, 2.0), prefix=5)),
-    (True, dict(objectives=ALL, lambdas=(0.3, 1.0, 2.0), prefix=5))))
-def test_explore_losses_are_equations_5_to_8_with_their_gradients(dense, keywords):
-    """The last three are of students without [CLS], and with four registers after [CLS]."""
-    prefix = keywords.get("prefix", 1)
-    case = make_case(dense, prefix)
-    keywords = dict(loss_block=(3,)) | keywords
-    expected, regularizer = plain_losses(*case[:4], **keywords)
-    unweighted, _ = plain_losses(*case[:4], keywords["objectives"], (), prefix=prefix)
-    keywords["lambdas"] = torch.tensor(keywords["lambdas"])
-    values, found, metrics = couple(case, **keywords)
-    for ours, plain in zip(values, expected):
-        assert ours.item() == pytest.approx(plain.item(), rel=1e-5)
-    assert found.item() == pytest.approx(regularizer.item(), rel=1e-5)
-    w = torch.linspace(0.4, 2, len(values))
-    leaves = [case.pred.tokens, case.pred.pixels, *(r.phi for r in case.routers.values())]
-    torch.testing.assert_close(*(      # gradients of Eq. 8
-        torch.autograd.grad((w * each).sum() + more, leaves, retain_graph=True, allow_unused=True)
-        for each, more in ((values, found), (expected, regularizer))), rtol=1e-4, atol=1e-6)
+class TestLosses:
+    def test_token_loss_is_equation_1(self):
+        pred = 2 * randn(3, 4, 192)
+        target = 3 * randn(3, 4, 192) + 1
+        target[0] *= 1e-3      # so small that the 1e-5 of the norm counts
+        expected = torch.stack(list(map(huber, pred, target)))
+        assert torch.allclose(losses.token_loss(pred, target), expected)
 
-    kind = keywords.get("loss_weights", "dispatch")
-    for name, value, mean in zip(keywords["objectives"], values, unweighted):
-        assert metrics[name] == value
-        assert (f"{name}_spread" in metrics) == (name in PLAIN)
-        weighted = (kind != "uniform" and name in PLAIN
-                    and PLAIN[name](*case[:4], 0, prefix)[2] is not None)
-        assert weighted == (f"{name}_ratio" in metrics) == (f"{name}_unweighted" in metrics)
-        if weighted:
-            assert metrics[f"{name}_unweighted"].item() == pytest.approx(mean.item(), rel=1e-5)
-            assert metrics[f"{name}_ratio"].item() == pytest.approx((value / mean).item(), rel=1e-5)
-    assert not any(value.requires_grad for value in metrics.values())
-    dispatch = torch.stack([case.pred.routing[b].dispatch for b in keywords["loss_block"]])
-    patches = dispatch.mean(0)[:, prefix:]
-    cv = (patches.std(1, correction=0) / patches.mean(1)).mean(0)
-    assert ("cls_share" in metrics) == (prefix > 0)
-    if prefix:
-        assert torch.allclose(metrics["cls_share"], dispatch[:, :, 0].mean((0, 1)))
-    assert torch.allclose(metrics["dispatch_cv"], cv)
-    entropies = torch.stack([losses.dispatch_entropy(each) for each in dispatch])
-    assert torch.allclose(metrics["entropy"], entropies.mean(0))
+    def test_cls_loss_is_equation_2(self):
+        pred, target = randn(2, 5, 192)
+        expected = 1 - np.mean([cosine(*pair).item() for pair in zip(pred, target)])
+        assert losses.cls_loss(pred, target).item() == pytest.approx(expected, rel=1e-12)
 
+    @pytest.mark.parametrize("channels", (1, 3, 4))
+    def test_pixel_loss_is_equation_3_averaged_over_pixels(self, channels):
+        pred = randn(5, 6, 64 * channels)
+        images = rand(5, channels, 24, 16)
+        images[0] *= 1e-2      # so dark that the 1e-6 counts
+        for b, i in np.ndindex(5, 6):
+            expected = squares(pred[b, i], images[b], i)
+            assert torch.allclose(losses.pixel_loss(pred, images)[b, i], expected)
 
-@pytest.mark.parametrize("keywords", (
-    dict(), dict(detach=True), dict(loss_weights="uniform")), ids=str)
-def test_detached_and_uniform_weights_give_the_router_no_gradient(keywords):
-    case = make_case()
-    couple(case, lambdas=0.0, **keywords)[0].sum().backward()
-    assert (case.routers[3].phi.grad is not None) == (not keywords)
-    assert case.routers[0].phi.grad is None
+    @pytest.mark.parametrize("alike", (False, True))
+    def test_spread_is_the_deviation_over_an_images_selected_patches(self, alike):
+        """It has no gradient, not even an infinite one where all patches cost the same."""
+        patch_loss = rand(5, 9) if not alike else torch.full((5, 9), 0.3).double()
+        counts = torch.tensor([[9], [1], [4], [0], [2]])
+        selected = torch.stack([torch.randperm(9) for _ in range(5)]) < counts
+        expected = np.mean([np.std(x[s].numpy()) if s.any() else 0
+                            for x, s in zip(patch_loss, selected)])
+        _, found = losses.coupled_loss(patch_loss.requires_grad_(), selected.double())
+        assert found["spread"].item() == pytest.approx(expected, abs=1e-12)
+        assert not found["spread"].requires_grad
 
+    def test_an_image_without_selected_patches_has_no_gradient(self):
+        """iBOT leaves some images whole. The mean is over all images."""
+        patch_loss, weight = rand(3, 7) + 5, rand(3, 7).requires_grad_()
+        selected = (torch.rand(3, 7) < 0.5).double()
+        selected[1] = 0
+        selected[:, 2] = torch.tensor([1, 0, 1])
+        patch_loss.requires_grad_()
+        loss = losses.weighted_mean(patch_loss, weight * selected)
+        loss.backward()
+        expected = sum((w * x)[s > 0].sum() / w[s > 0].sum() for w, x, s in zip(
+            weight, patch_loss, selected) if s.any()) / 3
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+        for gradient in (weight.grad, patch_loss.grad):
+            assert gradient.isfinite().all() and not gradient[1].any() and gradient[0].any()
+        case = make_case(dense=True)
+        case.mask[2] = False
+        values, _, _ = couple(case, objectives=ALL)
+        values.sum().backward()
+        for prediction in (case.pred.tokens, case.pred.pixels):
+            assert prediction.grad.isfinite().all() and not prediction.grad[2, 1:].any()
+        assert all(router.phi.grad is None or router.phi.grad.isfinite().all()
+                   for router in case.routers.values())
 
-def test_an_image_whose_weights_all_underflow_counts_as_if_unweighted():
-    case = make_case()
-    dispatch = torch.zeros(4, 15, 3)
-    dispatch[:, 0] = 1
-    case.pred.routing[3] = model.Routing(dispatch.requires_grad_(), dispatch)
-    values, _, metrics = couple(case, objectives=["token"])
-    values.sum().backward()
-    assert metrics["token_ratio"].item() == pytest.approx(1, rel=1e-5)
-    assert dispatch.grad.isfinite().all()
+    def test_routed_losses_teach_the_router_to_leave_hard_patches(self):
+        weight = torch.full((1, 3), 1 / 3, requires_grad=True)
+        losses.weighted_mean(torch.tensor([[0.1, 0.5, 0.9]]), weight).backward()
+        assert weight.grad[0, 0] < 0 < weight.grad[0, 2]      # descent raises the easy one's weight
+        assert abs(weight.grad[0, 1]) < 1e-6
 
+    def test_entropy_is_ln_119_if_uniform_and_0_for_one_token(self):
+        uniform = torch.full((1, 119, 1), 1 / 119)
+        assert losses.dispatch_entropy(uniform).item() == pytest.approx(4.779, abs=5e-4)
+        point = F.one_hot(torch.tensor([[3]]), 119).float().transpose(1, 2).requires_grad_()
+        entropy = losses.dispatch_entropy(point).sum()
+        entropy.backward()
+        assert entropy.item() == 0 and point.grad.isfinite().all()
 
-def test_losses_are_in_float32_whatever_the_precision_of_predictions_and_targets():
-    case = make_case()
-    pred = case.pred._replace(tokens=case.pred.tokens.half(), pixels=case.pred.pixels.half())
-    half = case._replace(pred=pred, targets=case.targets.half())
-    exact = half._replace(pred=pred._replace(tokens=pred.tokens.float(),
-                                             pixels=pred.pixels.float()),
-                          targets=half.targets.float())
-    torch.testing.assert_close(couple(half, objectives=ALL), couple(exact, objectives=ALL))
+    @pytest.mark.parametrize("dense, keywords", (
+        (False, dict(objectives=ALL, lambdas=(0.5, 2.0, 0.1), importance_weight=300.0,
+                     loss_block=(0, 3))),
+        (True, dict(objectives=ALL, lambdas=(1.0, 2.0, 0.2), entropy_on="combine",
+                    loss_block=(0, 3))),
+        (True, dict(objectives=("pixel", "token"), lambdas=(0.0, 1.0, 0.3), loss_weights="combine",
+                    loss_block=(0, 3))),
+        (True, dict(objectives=("cls", "token"), lambdas=(1.0, 1.0, 2.0), loss_weights="uniform")),
+        (False, dict(objectives=("token", "cls"), lambdas=(3.0, 1.0, 2.0), detach=True)),
+        (False, dict(objectives=("token",), lambdas=(0.3, 1.0, 2.0), prefix=0)),
+        (False, dict(objectives=("token", "cls"), lambdas=(3.0, 1.0, 2.0), prefix=5)),
+        (True, dict(objectives=ALL, lambdas=(0.3, 1.0, 2.0), prefix=5))))
+    def test_explore_losses_are_equations_5_to_8_with_gradients(self, dense, keywords):
+        """The last three are of students without [CLS], and with four registers after [CLS]."""
+        prefix = keywords.get("prefix", 1)
+        case = make_case(dense, prefix)
+        keywords = dict(loss_block=(3,)) | keywords
+        expected, regularizer = plain_losses(*case[:4], **keywords)
+        unweighted, _ = plain_losses(*case[:4], keywords["objectives"], (), prefix=prefix)
+        keywords["lambdas"] = torch.tensor(keywords["lambdas"])
+        values, found, metrics = couple(case, **keywords)
+        for ours, plain in zip(values, expected):
+            assert ours.item() == pytest.approx(plain.item(), rel=1e-5)
+        assert found.item() == pytest.approx(regularizer.item(), rel=1e-5)
+        w = torch.linspace(0.4, 2, len(values))
+        leaves = [case.pred.tokens, case.pred.pixels, *(r.phi for r in case.routers.values())]
+        torch.testing.assert_close(*(      # gradients of Eq. 8
+            torch.autograd.grad((w * each).sum() + more, leaves, retain_graph=True,
+                                allow_unused=True)
+            for each, more in ((values, found), (expected, regularizer))), rtol=1e-4, atol=1e-6)
 
+        kind = keywords.get("loss_weights", "dispatch")
+        for name, value, mean in zip(keywords["objectives"], values, unweighted):
+            assert metrics[name] == value
+            assert (f"{name}_spread" in metrics) == (name in PLAIN)
+            weighted = (kind != "uniform" and name in PLAIN
+                        and PLAIN[name](*case[:4], 0, prefix)[2] is not None)
+            assert weighted == (f"{name}_ratio" in metrics) == (f"{name}_unweighted" in metrics)
+            if weighted:
+                assert metrics[f"{name}_unweighted"].item() == pytest.approx(mean.item(), rel=1e-5)
+                ratio = (value / mean).item()
+                assert metrics[f"{name}_ratio"].item() == pytest.approx(ratio, rel=1e-5)
+        assert not any(value.requires_grad for value in metrics.values())
+        dispatch = torch.stack([case.pred.routing[b].dispatch for b in keywords["loss_block"]])
+        patches = dispatch.mean(0)[:, prefix:]
+        cv = (patches.std(1, correction=0) / patches.mean(1)).mean(0)
+        assert ("cls_share" in metrics) == (prefix > 0)
+        if prefix:
+            assert torch.allclose(metrics["cls_share"], dispatch[:, :, 0].mean((0, 1)))
+        assert torch.allclose(metrics["dispatch_cv"], cv)
+        entropies = torch.stack([losses.dispatch_entropy(each) for each in dispatch])
+        assert torch.allclose(metrics["entropy"], entropies.mean(0))
 
-def test_by_default_the_last_block_counts_with_lambda_5_for_token_and_cls():
-    case = make_case()
-    papers = couple(case)
-    given = couple(case, objectives=("token", "cls"), loss_block=[3], lambdas=torch.full((3,), 5.0))
-    torch.testing.assert_close(papers, given)
+    @pytest.mark.parametrize("keywords", (
+        dict(), dict(detach=True), dict(loss_weights="uniform")), ids=str)
+    def test_detached_and_uniform_weights_give_the_router_no_gradient(self, keywords):
+        case = make_case()
+        couple(case, lambdas=0.0, **keywords)[0].sum().backward()
+        assert (case.routers[3].phi.grad is not None) == (not keywords)
+        assert case.routers[0].phi.grad is None
 
+    def test_weights_that_all_underflow_count_as_if_unweighted(self):
+        case = make_case()
+        dispatch = torch.zeros(4, 15, 3)
+        dispatch[:, 0] = 1
+        case.pred.routing[3] = model.Routing(dispatch.requires_grad_(), dispatch)
+        values, _, metrics = couple(case, objectives=["token"])
+        values.sum().backward()
+        assert metrics["token_ratio"].item() == pytest.approx(1, rel=1e-5)
+        assert dispatch.grad.isfinite().all()
 
-@pytest.mark.parametrize("patch_loss, weight", (((3, 5), (3, 1)), ((5,), (3, 5)), ((1, 5), (3, 5)),
-                                                ((5,), (5,)), ((3, 5, 1), (3, 5, 1))))
-def test_a_weighted_mean_broadcasts_nothing(patch_loss, weight):
-    with pytest.raises(ValueError, match=re.escape("must be [B, N]")):
-        losses.weighted_mean(torch.rand(patch_loss), torch.rand(weight))
+    def test_losses_are_in_float32_whatever_the_precision(self):
+        case = make_case()
+        pred = case.pred._replace(tokens=case.pred.tokens.half(), pixels=case.pred.pixels.half())
+        half = case._replace(pred=pred, targets=case.targets.half())
+        exact = half._replace(pred=pred._replace(tokens=pred.tokens.float(),
+                                                 pixels=pred.pixels.float()),
+                              targets=half.targets.float())
+        torch.testing.assert_close(couple(half, objectives=ALL), couple(exact, objectives=ALL))
 
+    def test_by_default_the_last_block_counts_with_lambda_5(self):
+        case = make_case()
+        papers = couple(case)
+        given = couple(case, objectives=("token", "cls"), loss_block=[3],
+                       lambdas=torch.full((3,), 5.0))
+        torch.testing.assert_close(papers, given)
 
-@pytest.mark.parametrize("dense", (False, True))
-def test_without_the_cls_loss_targets_need_no_cls(dense):
-    """Targets with registers would be those of other patches."""
-    case = make_case(dense)
-    patches = case._replace(targets=case.targets[:, 1:])
-    torch.testing.assert_close(couple(case, objectives=["token"]),
-                               couple(patches, objectives=["token"]))
-    registers = case._replace(targets=torch.cat([case.targets, case.targets[:, :4]], dim=1))
-    for wrong in (patches, registers):
-        with pytest.raises(ValueError, match="tokens"):
-            couple(wrong, objectives=["token", "cls"])
-    with pytest.raises(ValueError, match="prefix"):
-        couple(make_case(dense, prefix=0), objectives=["token", "cls"], prefix=0)
+    @pytest.mark.parametrize("patch_loss, weight", (
+        ((3, 5), (3, 1)), ((5,), (3, 5)), ((1, 5), (3, 5)), ((5,), (5,)), ((3, 5, 1), (3, 5, 1))))
+    def test_a_weighted_mean_broadcasts_nothing(self, patch_loss, weight):
+        with pytest.raises(ValueError, match=re.escape("must be [B, N]")):
+            losses.weighted_mean(torch.rand(patch_loss), torch.rand(weight))
 
+    @pytest.mark.parametrize("dense", (False, True))
+    def test_without_the_cls_loss_targets_need_no_cls(self, dense):
+        """Targets with registers would be those of other patches."""
+        case = make_case(dense)
+        patches = case._replace(targets=case.targets[:, 1:])
+        torch.testing.assert_close(couple(case, objectives=["token"]),
+                                   couple(patches, objectives=["token"]))
+        registers = case._replace(targets=torch.cat([case.targets, case.targets[:, :4]], dim=1))
+        for wrong in (patches, registers):
+            with pytest.raises(ValueError, match="tokens"):
+                couple(wrong, objectives=["token", "cls"])
+        with pytest.raises(ValueError, match="prefix"):
+            couple(make_case(dense, prefix=0), objectives=["token", "cls"], prefix=0)
 
-# ------------------------------------------------------------- balance: w, the paper's baselines
 
 def gradnorm_weights(*steps, alpha=1.0):
     """GradNorm's weights after steps, each (the losses [K], their gradients [K, P]).
@@ -707,54 +1004,51 @@ def gradnorm_weights(*steps, alpha=1.0):
     return gradnorm(0).tolist()
 
 
-@pytest.mark.parametrize("alpha", (0.0, 0.5, 2.0))
-def test_gradnorm_is_its_papers_algorithm(alpha):
-    """Of three objectives, so often that each weight rises and falls, and one is at its limit."""
-    rng = np.random.default_rng(0)
-    steps = [(rng.uniform(0.2, 2, 3), rng.normal(size=(3, 5)) * [[1], [2], [0.5]])
-             for _ in range(60)]
-    steps.append((steps[0][0], steps[0][1] * [[1], [500], [1]]))
-    first = steps[0][0]
-    weights = np.ones(3)
-    signs = []
-    for i, (values, gradients) in enumerate(steps, start=1):
-        norms = np.linalg.norm(gradients, axis=1)
-        rate = values / first
-        target = np.mean(weights * norms) * (rate / rate.mean()) ** alpha
-        signs.append(np.sign(weights * norms - target))
-        weights = np.maximum(weights - 0.01 * signs[-1] * norms, 1e-3)
-        weights = weights / weights.sum() * 3
-        if i in (1, 20, 60, 61):
-            found = gradnorm_weights(*((x.tolist(), g.tolist()) for x, g in steps[:i]),
-                                     alpha=alpha)
-            assert found == pytest.approx(weights, rel=1e-4)
-    assert (abs(np.sum(signs, 0)) < 55).all() and weights.min() < 2e-3
+class TestBalance:
+    @pytest.mark.parametrize("alpha", (0.0, 0.5, 2.0))
+    def test_gradnorm_is_its_papers_algorithm(self, alpha):
+        """Each of three weights rises and falls, and one reaches its limit."""
+        rng = np.random.default_rng(0)
+        steps = [(rng.uniform(0.2, 2, 3), rng.normal(size=(3, 5)) * [[1], [2], [0.5]])
+                 for _ in range(60)]
+        steps.append((steps[0][0], steps[0][1] * [[1], [500], [1]]))
+        first = steps[0][0]
+        weights = np.ones(3)
+        signs = []
+        for i, (values, gradients) in enumerate(steps, start=1):
+            norms = np.linalg.norm(gradients, axis=1)
+            rate = values / first
+            target = np.mean(weights * norms) * (rate / rate.mean()) ** alpha
+            signs.append(np.sign(weights * norms - target))
+            weights = np.maximum(weights - 0.01 * signs[-1] * norms, 1e-3)
+            weights = weights / weights.sum() * 3
+            if i in (1, 20, 60, 61):
+                found = gradnorm_weights(*((x.tolist(), g.tolist()) for x, g in steps[:i]),
+                                         alpha=alpha)
+                assert found == pytest.approx(weights, rel=1e-4)
+        assert (abs(np.sum(signs, 0)) < 55).all() and weights.min() < 2e-3
 
+    def test_gradnorm_sees_gradients_that_would_be_zero_in_fp16(self):
+        """FP16 has no numbers below 2 ** -25."""
+        tiny = torch.tensor([[3.0, 5.0, 0.0], [-7.0, 1.0, 2.0]]) * 2.0 ** -30
+        assert not tiny.half().any()
+        shared = nn.ParameterList([torch.zeros(3)])
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 16)
+        gradnorm = balance.GradNorm(torch.ones(2), shared, 1.0, 0.01, scaler)
+        values = torch.tensor([2.0, 11.0])
+        gradnorm.observe(values + tiny @ shared[0].half().float())      # its gradient is in FP16
+        assert torch.equal(gradnorm.losses[0], values)
+        assert torch.equal(gradnorm.gradients[0], tiny)
 
-def test_gradnorm_sees_gradients_that_would_be_zero_in_fp16_and_keeps_no_scale():
-    """Below 2 ** -25, unless they are scaled."""
-    tiny = torch.tensor([[3.0, 5.0, 0.0], [-7.0, 1.0, 2.0]]) * 2.0 ** -30
-    assert not tiny.half().any()
-    shared = nn.ParameterList([torch.zeros(3)])
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 16)
-    gradnorm = balance.GradNorm(torch.ones(2), shared, 1.0, 0.01, scaler)
-    values = torch.tensor([2.0, 11.0])
-    gradnorm.observe(values + tiny @ shared[0].half().float())      # its gradient is in FP16
-    assert torch.equal(gradnorm.losses[0], values)
-    assert torch.equal(gradnorm.gradients[0], tiny)
+    def test_gradnorm_survives_numbers_that_are_not_finite(self):
+        even = [[1.0], [1.0]]      # gradients
+        steps = ([1.0, 1.0], even), ([0.9, 0.1], even)      # the first loss has hardly fallen
+        for wrong in (([math.nan, 0.1], even), ([math.inf, 0.1], even),
+                      ([0.9, 0.1], [[1.0], [math.inf]])):
+            assert gradnorm_weights(*steps, wrong) == gradnorm_weights(*steps)
+        late = gradnorm_weights(([math.nan, 1.0], even), ([4.0, 1.0], even), ([2.0, 1.0], even))
+        assert late[0] < 1 < late[1]      # what is not finite is no first loss
 
-
-def test_gradnorm_survives_numbers_that_are_not_finite():
-    even = [[1.0], [1.0]]      # gradients
-    steps = ([1.0, 1.0], even), ([0.9, 0.1], even)      # the first loss has hardly fallen
-    for wrong in (([math.nan, 0.1], even), ([math.inf, 0.1], even),
-                  ([0.9, 0.1], [[1.0], [math.inf]])):
-        assert gradnorm_weights(*steps, wrong) == gradnorm_weights(*steps)
-    late = gradnorm_weights(([math.nan, 1.0], even), ([4.0, 1.0], even), ([2.0, 1.0], even))
-    assert late[0] < 1 < late[1]      # what is not finite is no first loss
-
-
-# -------------------------------------------------------- encoders: other people's weights
 
 def timm_vit(**kwargs):
     """A timm ViT of one block; its state dict has timm's names."""
@@ -770,65 +1064,6 @@ def check_loads(source, vit):
     assert torch.allclose(encoder(images)[0], vit.forward_features(images), atol=1e-5)
 
 
-@pytest.mark.parametrize("vit, wrap, zipped", (
-    (dict(init_values=0.1), lambda state: state, False),
-    (dict(embed_dim=512, num_heads=8),
-     lambda state: {"model": state, "args": argparse.Namespace(lr=1)}, True),
-    (dict(embed_dim=1280, num_heads=16),
-     lambda state: {"state_dict": {f"module.{k}": v for k, v in state.items()}}, True)))
-def test_plain_vits_load_without_their_heads_and_decoders(tmp_path, vit, wrap, zipped):
-    """Attention heads are 64 wide, and those of ViT-H 80."""
-    theirs = timm_vit(img_size=80, depth=2, num_classes=7, **vit)
-    others = ("cls_head.bias fc_norm.bias decoder_pos_embed mask_token pre_logits.x predictor.x "
-              "projector.x").split()
-    state = wrap({**theirs.state_dict(), **dict.fromkeys(others, torch.zeros(1))})
-    torch.save(state, tmp_path / "timm.pt", _use_new_zipfile_serialization=zipped)
-    check_loads(tmp_path / "timm.pt", theirs)
-
-
-@pytest.mark.parametrize("prefix, core", (("", "core"), ("module.", "_core")))
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")      # NumPy 2's, of NumPy 1's names
-def test_checkpoints_of_the_authors_trainer_load(tmp_path, monkeypatch, prefix, core):
-    """It keeps schedules and a rate of NumPy, whose functions NumPy 1 and 2 name differently."""
-    pytest.importorskip(f"numpy.{core}.multiarray")      # NumPy 1.26.0 cannot write NumPy 2's
-    for x in (np.float64(0), np.empty(0)):
-        monkeypatch.setattr(x.__reduce__()[0], "__module__", f"numpy.{core}.multiarray")
-    encoder = model.ViT(32, 8, dim=192, depth=4, heads=3, experts=3, moe_blocks=[0, 2]).eval()
-    state = {f"{prefix}teacher.cls_token": torch.zeros(1)}
-    for name, value in encoder.state_dict().items():                     # in the release's words
-        value.add_(0.05 * torch.randn_like(value))
-        name = prefix + "student." + re.sub(r"ls([12])\.gamma", r"gamma_\1", name)
-        if name.endswith("qkv.bias"):
-            value[192:384] = 0                                           # its keys have no bias
-            stem = name.removesuffix("qkv.bias")
-            state[f"{stem}q_bias"], _, state[f"{stem}v_bias"] = value.chunk(3)
-        elif found := re.fullmatch(r"(.*mlp\.)([wb])([12])", name):
-            kind = "weight" if found[2] == "w" else "bias"
-            for j, part in enumerate(value):
-                part = part.T.contiguous() if kind == "weight" else part
-                state[f"{found[1]}experts.{j}.fc{found[3]}.{kind}"] = part
-        elif ".router." in name:                                         # a scale of no dimension
-            state[name.replace(".router", "")] = value if "phi" in name else value[0]
-        else:
-            state[name] = value
-    torch.save({"model": state, "config": {"data": Path("a")}, "best_loss": np.float32(math.inf),
-                "optimizer": {"param_groups": [{"lr": np.float64(0.1), "params": [0, 1]}]},
-                "lr_schedule": np.linspace(0, 1, 300), "epochs": np.arange(3),
-                "seen": np.ones(2, bool)},
-               tmp_path / "release.pt")
-    assert f"numpy.{core}.multiarray".encode() in (tmp_path / "release.pt").read_bytes()
-    loaded = encoders.load_encoder(tmp_path / "release.pt").eval()
-    images = torch.rand(2, 3, 32, 32)
-    assert torch.allclose(loaded(images)[0], encoder(images)[0], atol=1e-6)
-    assert loaded.moe_blocks == [0, 2]
-
-
-def test_a_config_of_another_library_beside_a_file_is_no_error(tmp_path):
-    torch.save(timm_vit().state_dict(), tmp_path / "x.pt")
-    write_text(tmp_path / "config.json", '{"architectures": ["ViTModel"]}')
-    encoders.load_encoder(tmp_path / "x.pt")
-
-
 def wrapped(vit, *names):
     """The state dict of a module that holds `vit` in modules of these names, the innermost last."""
     for name in reversed(names):
@@ -837,7 +1072,13 @@ def wrapped(vit, *names):
     return vit.state_dict()
 
 
+def under(names):
+    """A function from a ViT to the state dict of modules of these names around it"""
+    return lambda vit: wrapped(vit, *names.split())
+
+
 def compile_each_block(vit):
+    """The state dict of a ViT whose blocks are compiled one by one"""
     vit = copy.deepcopy(vit)
     vit.blocks = nn.Sequential(*map(torch.compile, vit.blocks))
     assert "blocks.2._orig_mod.norm1.bias" in vit.state_dict()
@@ -850,174 +1091,215 @@ def cut_into_chunks(vit):
             for name, x in vit.state_dict().items()}
 
 
-def under(names):
-    """A function from a ViT to the state dict of modules of these names around it"""
-    return lambda vit: wrapped(vit, *names.split())
-
-
-@pytest.mark.parametrize("file", (
-    # DDP, torch.compile, DINO's and Lightning's modules give their names to what they hold
-    *map(under, ("_orig_mod", "_orig_mod module", "backbone", "module backbone", "model", "net",
-                 "module _orig_mod student", "a b")),
-    lambda vit: {"state_dict": wrapped(vit, "a") | {"b.cls_token": torch.zeros(1)}, "epoch": 3},
-    lambda vit: {"target_encoder": wrapped(vit, "module") | {          # MSN, with its head
-        "module.fc.fc1.weight": torch.zeros(3, 2)}, "epoch": 3},
-    lambda vit: {"module": vit.state_dict(), "dp_world_size": 2},      # DeepSpeed
-    lambda vit: {"epoch": 3, "model_state_dict": vit.state_dict()},    # one's own
-    compile_each_block,
-    lambda vit: {"teacher": {f"backbone.{name}": x for name, x in cut_into_chunks(vit).items()}}))
-def test_an_encoder_is_found_under_the_keys_and_names_of_other_libraries(tmp_path, file):
-    vit = timm_vit(depth=3)
-    torch.save(file(vit), tmp_path / "x.pt")
-    check_loads(tmp_path / "x.pt", vit)
-
-
-@pytest.mark.parametrize("first, others", (
-    ("teacher backbone", ["student module backbone"]),                         # DINO, iBOT
-    ("target_encoder module", ["encoder module", "predictor module"]),         # I-JEPA
-    ("model", ["model_ema"]), ("state_dict_ema", ["state_dict"]),              # DeiT, timm
-    ("model teacher backbone", ["model student backbone"]),                    # DINOv2
-    ("model module student", ["model module teacher model", "model module teacher"]),   # release
-    ("state_dict module base_encoder", ["state_dict module momentum_encoder"])))       # MoCo v3
-def test_of_several_encoders_that_counts_which_its_own_library_would_load(tmp_path, capsys, first,
-                                                                          others):
-    """And a line says which."""
-    file = {"epoch": 3}
-    vit = timm_vit()
-    for names in (first, *others) if "base" in first else (*others, first):
-        place, *inner = names.split()
-        each = vit if names == first else timm_vit()
-        file[place] = file.get(place, {}) | wrapped(each, *inner)
-    torch.save(file, tmp_path / "x.pt")
-    check_loads(tmp_path / "x.pt", vit)
-    line, *_ = capsys.readouterr().err.splitlines()
-    place, *inner = first.split()
-    assert line.startswith(f"{tmp_path}/x.pt: takes {' '.join([place, *inner[:1]])}")
-
-
-@pytest.mark.parametrize("averaged", (True, False))
-def test_of_what_timms_trainer_saves_the_averaged_weights_count(tmp_path, averaged):
-    from timm.utils import CheckpointSaver, ModelEmaV3
-    vit = timm_vit()
-    average = ModelEmaV3(vit)
-    for parameter in vit.parameters():
-        parameter.data *= 1.1
-    args = argparse.Namespace(model="vit", lr=np.float64(0.1))
-    saver = CheckpointSaver(
-        vit, torch.optim.AdamW(vit.parameters()), args, model_ema=average if averaged else None,
-        checkpoint_dir=tmp_path, recovery_dir=tmp_path)
-    saver.save_checkpoint(3, metric=np.float64(71.5))
-    check_loads(tmp_path / "last.pth.tar", average.module if averaged else vit)
-
-
-def test_safetensors_load_as_hugging_faces_repositories_of_timm_have_them(tmp_path):
-    from safetensors.torch import save_file
-    vit = timm_vit(num_classes=7)
-    save_file(vit.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    images = torch.rand(1, 3, 32, 32)
-    frozen = build_frozen(str(tmp_path / "model.safetensors"))
-    assert torch.allclose(frozen(images), vit.forward_features(normalized(images)), atol=1e-5)
-    (tmp_path / "model.safetensors").write_text("no such file")
-    with pytest.raises(common.UserError, match="model.safetensors: .*no such file"):
-        build_frozen(str(tmp_path / "model.safetensors"))
-
-
-@pytest.mark.parametrize("names, beside, heads", (
-    ("module base_encoder", {"arch": "vit_small"}, 12), ("module", {"arch": "vit_small"}, 12),
-    ("", {"args": argparse.Namespace(model="deit_small_patch16_224")}, 6),
-    ("", {"arch": "vit_small_patch16_224"}, 6), ("backbone", {}, None)), ids=str)
-def test_a_file_has_the_attention_heads_that_it_says_and_else_a_line_says_how_many(
-        tmp_path, capsys, names, beside, heads):
-    """MoCo v3's ViT-S has 12, in its own files and in those of main_lincls, and timm's has 6.
-    Weights have the same shapes for any number.
-    """
-    path = tmp_path / "x.pt"
-    vit = timm_vit(embed_dim=384, num_heads=heads or 6)
-    torch.save({"state_dict": wrapped(vit, *names.split())} | beside, path)
-    check_loads(path, vit)
-    line = capsys.readouterr().err
-    assert not line if heads else (str(path) in line and " 6" in line)
-    vit.blocks[0].attn.num_heads, vit.blocks[0].attn.head_dim = 4, 96
-    check_loads(encoders.load_checkpoint(path, heads=4), vit)
-    assert not capsys.readouterr().err
-
-
 BIAS = "blocks.3.norm1.bias"
 
 
-@pytest.mark.parametrize("content, expected", (
-    (lambda vit: {name: x for name, x in vit.items() if name != BIAS}, BIAS),
-    (lambda vit: vit | {"blocks.3.norm3.bias": torch.zeros(3)}, "norm3.bias"),
-    (lambda vit: nano().state_dict(), "width of 96")),      # of how many heads?
-    ids=("a tensor is missing", "a tensor has no place", "heads are unknown"))
-def test_a_file_that_fits_in_part_does_not_load(tmp_path, content, expected):
-    torch.save(content(nano(dim=192).state_dict()), tmp_path / "x.pt")
-    with pytest.raises(common.UserError, match=expected):
+class TestCheckpoints:
+    @pytest.mark.parametrize("vit, wrap, zipped", (
+        (dict(init_values=0.1), lambda state: state, False),
+        (dict(embed_dim=512, num_heads=8),
+         lambda state: {"model": state, "args": argparse.Namespace(lr=1)}, True),
+        (dict(embed_dim=1280, num_heads=16),
+         lambda state: {"state_dict": {f"module.{k}": v for k, v in state.items()}}, True)))
+    def test_plain_vits_load_without_their_heads_and_decoders(self, tmp_path, vit, wrap, zipped):
+        """Attention heads are 64 wide, and those of ViT-H 80."""
+        theirs = timm_vit(img_size=80, depth=2, num_classes=7, **vit)
+        others = ("cls_head.bias fc_norm.bias decoder_pos_embed mask_token pre_logits.x "
+                  "predictor.x projector.x").split()
+        state = wrap({**theirs.state_dict(), **dict.fromkeys(others, torch.zeros(1))})
+        torch.save(state, tmp_path / "timm.pt", _use_new_zipfile_serialization=zipped)
+        check_loads(tmp_path / "timm.pt", theirs)
+
+    @pytest.mark.parametrize("prefix, core", (("", "core"), ("module.", "_core")))
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")      # NumPy 2's, of NumPy 1's names
+    def test_checkpoints_of_the_authors_trainer_load(self, tmp_path, monkeypatch, prefix, core):
+        """They hold NumPy's arrays, whose functions NumPy 1 and 2 name differently."""
+        pytest.importorskip(f"numpy.{core}.multiarray")      # NumPy 1.26.0 cannot write NumPy 2's
+        for x in (np.float64(0), np.empty(0)):
+            monkeypatch.setattr(x.__reduce__()[0], "__module__", f"numpy.{core}.multiarray")
+        encoder = model.ViT(32, 8, dim=192, depth=4, heads=3, experts=3, moe_blocks=[0, 2]).eval()
+        state = {f"{prefix}teacher.cls_token": torch.zeros(1)}
+        for name, value in encoder.state_dict().items():  # in the release's words
+            value.add_(0.05 * torch.randn_like(value))
+            name = prefix + "student." + re.sub(r"ls([12])\.gamma", r"gamma_\1", name)
+            if name.endswith("qkv.bias"):
+                value[192:384] = 0                                           # its keys have no bias
+                stem = name.removesuffix("qkv.bias")
+                state[f"{stem}q_bias"], _, state[f"{stem}v_bias"] = value.chunk(3)
+            elif found := re.fullmatch(r"(.*mlp\.)([wb])([12])", name):
+                kind = "weight" if found[2] == "w" else "bias"
+                for j, part in enumerate(value):
+                    part = part.T.contiguous() if kind == "weight" else part
+                    state[f"{found[1]}experts.{j}.fc{found[3]}.{kind}"] = part
+            elif ".router." in name:  # a scale of no dimension
+                state[name.replace(".router", "")] = value if "phi" in name else value[0]
+            else:
+                state[name] = value
+        torch.save({"model": state, "config": {"data": Path("a")},
+                    "best_loss": np.float32(math.inf),
+                    "optimizer": {"param_groups": [{"lr": np.float64(0.1), "params": [0, 1]}]},
+                    "lr_schedule": np.linspace(0, 1, 300), "epochs": np.arange(3),
+                    "seen": np.ones(2, bool)},
+                   tmp_path / "release.pt")
+        assert f"numpy.{core}.multiarray".encode() in (tmp_path / "release.pt").read_bytes()
+        loaded = encoders.load_encoder(tmp_path / "release.pt").eval()
+        images = torch.rand(2, 3, 32, 32)
+        assert torch.allclose(loaded(images)[0], encoder(images)[0], atol=1e-6)
+        assert loaded.moe_blocks == [0, 2]
+
+    def test_a_config_of_another_library_beside_a_file_is_no_error(self, tmp_path):
+        torch.save(timm_vit().state_dict(), tmp_path / "x.pt")
+        write_text(tmp_path / "config.json", '{"architectures": ["ViTModel"]}')
         encoders.load_encoder(tmp_path / "x.pt")
 
+    @pytest.mark.parametrize("file", (
+        # DDP, torch.compile, DINO's and Lightning's modules give their names to what they hold
+        *map(under, ("_orig_mod", "_orig_mod module", "backbone", "module backbone", "model", "net",
+                     "module _orig_mod student", "a b")),
+        lambda vit: {"state_dict": wrapped(vit, "a") | {"b.cls_token": torch.zeros(1)}, "epoch": 3},
+        lambda vit: {"target_encoder": wrapped(vit, "module") | {          # MSN, with its head
+            "module.fc.fc1.weight": torch.zeros(3, 2)}, "epoch": 3},
+        lambda vit: {"module": vit.state_dict(), "dp_world_size": 2},      # DeepSpeed
+        lambda vit: {"epoch": 3, "model_state_dict": vit.state_dict()},    # one's own
+        compile_each_block,
+        lambda vit: {"teacher": {f"backbone.{x}": w for x, w in cut_into_chunks(vit).items()}}))
+    def test_an_encoder_is_found_under_the_names_of_other_libraries(self, tmp_path, file):
+        vit = timm_vit(depth=3)
+        torch.save(file(vit), tmp_path / "x.pt")
+        check_loads(tmp_path / "x.pt", vit)
 
-@pytest.mark.parametrize("name", (
-    "vit_small_patch14_reg4_dinov2", "vit_medium_patch16_reg4_gap_256", "beit_base_patch16_224",
-    "vit_base_patch16_siglip_gap_224", "deit_tiny_distilled_patch16_224"))
-def test_a_file_with_other_tokens_than_cls_and_a_square_of_patches_is_for_timm(tmp_path, name):
-    import timm
-    torch.save(timm.create_model(name, depth=1).state_dict(), tmp_path / "x.pt")
-    with pytest.raises(common.UserError, match="timm/NAME may take it"):
-        encoders.load_encoder(tmp_path / "x.pt")
+    @pytest.mark.parametrize("first, others", (
+        ("teacher backbone", ["student module backbone"]),                         # DINO, iBOT
+        ("target_encoder module", ["encoder module", "predictor module"]),         # I-JEPA
+        ("model", ["model_ema"]), ("state_dict_ema", ["state_dict"]),              # DeiT, timm
+        ("model teacher backbone", ["model student backbone"]),                    # DINOv2
+        ("model module student", ["model module teacher model", "model module teacher"]),  # release
+        ("state_dict module base_encoder", ["state_dict module momentum_encoder"])))       # MoCo v3
+    def test_of_several_encoders_its_own_librarys_choice_counts(self, tmp_path, capsys, first,
+                                                                others):
+        """A line says which one it is."""
+        file = {"epoch": 3}
+        vit = timm_vit()
+        for names in (first, *others) if "base" in first else (*others, first):
+            place, *inner = names.split()
+            each = vit if names == first else timm_vit()
+            file[place] = file.get(place, {}) | wrapped(each, *inner)
+        torch.save(file, tmp_path / "x.pt")
+        check_loads(tmp_path / "x.pt", vit)
+        line, *_ = capsys.readouterr().err.splitlines()
+        place, *inner = first.split()
+        assert line.startswith(f"{tmp_path}/x.pt: takes {' '.join([place, *inner[:1]])}")
 
+    @pytest.mark.parametrize("averaged", (True, False))
+    def test_of_timms_checkpoints_the_averaged_weights_count(self, tmp_path, averaged):
+        from timm.utils import CheckpointSaver, ModelEmaV3
+        vit = timm_vit()
+        average = ModelEmaV3(vit)
+        for parameter in vit.parameters():
+            parameter.data *= 1.1
+        args = argparse.Namespace(model="vit", lr=np.float64(0.1))
+        saver = CheckpointSaver(
+            vit, torch.optim.AdamW(vit.parameters()), args, model_ema=average if averaged else None,
+            checkpoint_dir=tmp_path, recovery_dir=tmp_path)
+        saver.save_checkpoint(3, metric=np.float64(71.5))
+        check_loads(tmp_path / "last.pth.tar", average.module if averaged else vit)
 
-def test_code_in_a_file_never_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("x.pt").write_bytes(b"cos\nmkdir\n(S'sprung'\ntR.")      # a pickle that makes a folder
-    with pytest.raises(common.UserError, match=r"^x.pt: .*it begins with b.cos"):
-        encoders.load_encoder("x.pt")
+    def test_safetensors_load_as_hugging_face_has_them(self, tmp_path):
+        from safetensors.torch import save_file
+        vit = timm_vit(num_classes=7)
+        save_file(vit.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+        images = torch.rand(1, 3, 32, 32)
+        frozen = build_frozen(str(tmp_path / "model.safetensors"))
+        assert torch.allclose(frozen(images), vit.forward_features(normalized(images)), atol=1e-5)
+        (tmp_path / "model.safetensors").write_text("no such file")
+        with pytest.raises(common.UserError, match="model.safetensors: .*no such file"):
+            build_frozen(str(tmp_path / "model.safetensors"))
 
-    class Trap:
-        def __reduce__(self):
-            return os.mkdir, ("sprung",)
-    torch.save({"model": nano().state_dict(), "code": Trap()}, "y.pt")
-    with pytest.raises(common.UserError, match="^y.pt: .* GLOBAL posix.mkdir"):
-        encoders.load_encoder("y.pt")
-    assert not Path("sprung").exists()
+    @pytest.mark.parametrize("names, beside, heads", (
+        ("module base_encoder", {"arch": "vit_small"}, 12), ("module", {"arch": "vit_small"}, 12),
+        ("", {"args": argparse.Namespace(model="deit_small_patch16_224")}, 6),
+        ("", {"arch": "vit_small_patch16_224"}, 6), ("backbone", {}, None)), ids=str)
+    def test_attention_heads_are_those_the_file_says_or_are_printed(self, tmp_path, capsys,
+                                                                    names, beside, heads):
+        """MoCo v3's ViT-S has 12, in its own files and in those of main_lincls, and timm's has 6.
+        Weights have the same shapes for any number.
+        """
+        path = tmp_path / "x.pt"
+        vit = timm_vit(embed_dim=384, num_heads=heads or 6)
+        torch.save({"state_dict": wrapped(vit, *names.split())} | beside, path)
+        check_loads(path, vit)
+        line = capsys.readouterr().err
+        assert not line if heads else (str(path) in line and " 6" in line)
+        vit.blocks[0].attn.num_heads, vit.blocks[0].attn.head_dim = 4, 96
+        check_loads(encoders.load_checkpoint(path, heads=4), vit)
+        assert not capsys.readouterr().err
 
+    @pytest.mark.parametrize("content, expected", (
+        (lambda vit: {name: x for name, x in vit.items() if name != BIAS}, BIAS),
+        (lambda vit: vit | {"blocks.3.norm3.bias": torch.zeros(3)}, "norm3.bias"),
+        (lambda vit: nano().state_dict(), "width of 96")),      # of how many heads?
+        ids=("a tensor is missing", "a tensor has no place", "heads are unknown"))
+    def test_a_file_that_fits_in_part_does_not_load(self, tmp_path, content, expected):
+        torch.save(content(nano(dim=192).state_dict()), tmp_path / "x.pt")
+        with pytest.raises(common.UserError, match=expected):
+            encoders.load_encoder(tmp_path / "x.pt")
 
-def test_position_embeddings_resize_to_another_grid_as_timms():
-    from timm.layers import resample_abs_pos_embed
-    embed = torch.randn(1, 17, 3)
-    expected = resample_abs_pos_embed(embed, [6, 6])
-    assert torch.allclose(encoders.resize_pos_embed(embed, 6), expected, atol=1e-6)
-    assert encoders.resize_pos_embed(embed, 4) is embed
-    half = embed.half()      # files are often in half precision
-    expected = encoders.resize_pos_embed(half.float(), 6)
-    torch.testing.assert_close(encoders.resize_pos_embed(half, 6), expected, rtol=0, atol=0)
+    @pytest.mark.parametrize("name", (
+        "vit_small_patch14_reg4_dinov2", "vit_medium_patch16_reg4_gap_256", "beit_base_patch16_224",
+        "vit_base_patch16_siglip_gap_224", "deit_tiny_distilled_patch16_224"))
+    def test_a_file_without_cls_and_a_square_of_patches_is_for_timm(self, tmp_path, name):
+        import timm
+        torch.save(timm.create_model(name, depth=1).state_dict(), tmp_path / "x.pt")
+        with pytest.raises(common.UserError, match="timm/NAME may take it"):
+            encoders.load_encoder(tmp_path / "x.pt")
 
+    def test_code_in_a_file_never_runs(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        Path("x.pt").write_bytes(b"cos\nmkdir\n(S'sprung'\ntR.")      # a pickle that makes a folder
+        with pytest.raises(common.UserError, match=r"^x.pt: .*it begins with b.cos"):
+            encoders.load_encoder("x.pt")
 
-@pytest.mark.parametrize("flags", ("", "--encoding dense --objective token_cls_pixel"))
-def test_a_student_is_loaded_with_its_head_and_predicts_as_it_did(stage, teacher, flags):
-    argv = stage("pretrain", f"--max-steps 1 --experts 3 {flags}")
-    train(argv)
-    path = f"{pretrain.parse_args(argv).out}/last.pt"
-    student = encoders.load_student(path, decoder=SMALL_DECODER).eval()
-    trained = small_decoder(pretrain.parse_args(argv), 60).eval()
-    trained.load_state_dict(torch.load(path)["model"])
-    mask = torch.stack([torch.randperm(16) < 7 for _ in range(2)])
-    seen = torch.rand(2, 3, 32, 32), mask, visible(mask)
-    for ours, theirs in zip(student(*seen)[:2], trained(*seen)[:2]):
-        assert ours is theirs is None or torch.equal(ours, theirs)
+        class Trap:
+            def __reduce__(self):
+                return os.mkdir, ("sprung",)
+        torch.save({"model": nano().state_dict(), "code": Trap()}, "y.pt")
+        with pytest.raises(common.UserError, match="^y.pt: .* GLOBAL posix.mkdir"):
+            encoders.load_encoder("y.pt")
+        assert not Path("sprung").exists()
 
+    def test_position_embeddings_resize_to_another_grid_as_timms(self):
+        from timm.layers import resample_abs_pos_embed
+        embed = torch.randn(1, 17, 3)
+        expected = resample_abs_pos_embed(embed, [6, 6])
+        assert torch.allclose(encoders.resize_pos_embed(embed, 6), expected, atol=1e-6)
+        assert encoders.resize_pos_embed(embed, 4) is embed
+        half = embed.half()      # files are often in half precision
+        expected = encoders.resize_pos_embed(half.float(), 6)
+        torch.testing.assert_close(encoders.resize_pos_embed(half, 6), expected, rtol=0, atol=0)
 
-@pytest.mark.parametrize("vit", (
-    dict(experts=3, moe_blocks=[0, 2]), dict(image_size=48, patch_size=12), dict(depth=2)), ids=str)
-def test_a_checkpoint_rebuilds_the_encoder_that_it_is_of(tmp_path, vit):
-    images = torch.rand(2, 3, vit.get("image_size", 32), vit.get("image_size", 32))
-    torch.manual_seed(1)
-    encoder = nano(**vit).eval()
-    torch.manual_seed(1)
-    loaded = encoders.load_encoder(write_checkpoint(tmp_path / "e.pt", **vit)).eval()
-    assert torch.equal(loaded(images)[0], encoder(images)[0])
+    @pytest.mark.parametrize("flags", ("", "--encoding dense --objective token_cls_pixel"))
+    def test_a_student_that_is_loaded_predicts_as_it_did(self, stage, teacher, flags):
+        argv = stage("pretrain", f"--max-steps 1 --experts 3 {flags}")
+        train(argv)
+        path = f"{pretrain.parse_args(argv).out}/last.pt"
+        student = encoders.load_student(path, decoder=SMALL_DECODER).eval()
+        trained = small_decoder(pretrain.parse_args(argv), 60).eval()
+        trained.load_state_dict(torch.load(path)["model"])
+        mask = torch.stack([torch.randperm(16) < 7 for _ in range(2)])
+        seen = torch.rand(2, 3, 32, 32), mask, visible(mask)
+        for ours, theirs in zip(student(*seen)[:2], trained(*seen)[:2]):
+            assert ours is theirs is None or torch.equal(ours, theirs)
 
+    @pytest.mark.parametrize("vit", (
+        dict(experts=3, moe_blocks=[0, 2]), dict(image_size=48, patch_size=12), dict(depth=2)))
+    def test_a_checkpoint_rebuilds_its_encoder(self, tmp_path, vit):
+        images = torch.rand(2, 3, vit.get("image_size", 32), vit.get("image_size", 32))
+        torch.manual_seed(1)
+        encoder = nano(**vit).eval()
+        torch.manual_seed(1)
+        loaded = encoders.load_encoder(write_checkpoint(tmp_path / "e.pt", **vit)).eval()
+        assert torch.equal(loaded(images)[0], encoder(images)[0])
 
-# --------------------------------------------------------------- encoders: frozen, by name
 
 @pytest.fixture(scope="session")
 def small_clips(tmp_path_factory):
@@ -1051,171 +1333,356 @@ def quick_gelu(small_clips):
     return clip, images, clip.visual(TF.normalize(images, mean, std))
 
 
-def test_a_clip_teacher_is_open_clips_forward_with_quick_gelu_if_the_name_says_so(
-        quick_gelu, tmp_path, monkeypatch, capsys):
-    """Nothing in a file says it: one line names the activation, and what to give for the other."""
-    clip, images, expected = quick_gelu
-    torch.save(clip.state_dict(), tmp_path / "weights.pt")
-    quick, normal = (f"{name}/{tmp_path}/weights.pt" for name in ("small-16-quickgelu", "small-16"))
-    teacher = build_frozen(quick)
-    assert {type(block.attn) for block in teacher.visual.transformer.resblocks} == {
-        encoders.ClipAttention}
-    assert teacher(images).shape == (2, 17, 64) and teacher.dim == 64 and teacher.image_size == 64
-    assert torch.allclose(pooled(teacher, images), expected, atol=1e-4)
-    assert not torch.allclose(pooled(build_frozen(normal), images), expected, atol=1e-2)
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"{quick} uses QuickGELU;") and first.endswith(f"give {normal}")
-    assert second.startswith(f"{normal} uses GELU;") and second.endswith(f"give {quick}")
-    for name, value in dict(RANK="1", WORLD_SIZE="2").items():      # rank 0 says it
-        monkeypatch.setenv(name, value)
-    build_frozen(normal)
-    assert not capsys.readouterr().err
+class TestFrozenEncoders:
+    def test_a_clip_equals_open_clips_with_or_without_quick_gelu(self, quick_gelu, tmp_path,
+                                                                 monkeypatch, capsys):
+        """A file does not say it, so a line names the activation, and how to get the other."""
+        clip, images, expected = quick_gelu
+        torch.save(clip.state_dict(), tmp_path / "weights.pt")
+        quick, normal = (f"small-16{x}/{tmp_path}/weights.pt" for x in ("-quickgelu", ""))
+        teacher = build_frozen(quick)
+        assert {type(block.attn) for block in teacher.visual.transformer.resblocks} == {
+            encoders.ClipAttention}
+        assert teacher(images).shape == (2, 17, 64) and teacher.dim == teacher.image_size == 64
+        assert torch.allclose(pooled(teacher, images), expected, atol=1e-4)
+        assert not torch.allclose(pooled(build_frozen(normal), images), expected, atol=1e-2)
+        first, second = capsys.readouterr().err.splitlines()
+        assert first.startswith(f"{quick} uses QuickGELU;") and first.endswith(f"give {normal}")
+        assert second.startswith(f"{normal} uses GELU;") and second.endswith(f"give {quick}")
+        for name, value in dict(RANK="1", WORLD_SIZE="2").items():      # rank 0 says it
+            monkeypatch.setenv(name, value)
+        build_frozen(normal)
+        assert not capsys.readouterr().err
+
+    @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::torch.jit.TracerWarning",
+                                "ignore::DeprecationWarning")
+    def test_openais_torchscript_archive_is_a_teacher(self, quick_gelu, tmp_path):
+        """Its weights are in half precision."""
+        clip, images, expected = quick_gelu
+        traced = torch.jit.trace(clip, (images, torch.ones(2, 8, dtype=torch.long)),
+                                 check_trace=False)
+        path = str(tmp_path / "ViT.pt")
+        traced.half().save(path)
+        teacher = build_frozen(f"small-16-quickgelu/{path}")
+        assert {p.dtype for p in teacher.parameters()} == {torch.float32}
+        assert torch.allclose(pooled(teacher, images), expected, atol=1e-4)
+
+    def test_a_tag_has_quick_gelu_if_its_record_says_so(self, quick_gelu, tmp_path, monkeypatch,
+                                                        capsys):
+        import open_clip
+        clip, images, expected = quick_gelu
+        torch.save(clip.state_dict(), tmp_path / "weights.pt")
+        for module in (open_clip, open_clip.factory):
+            monkeypatch.setattr(module, "get_pretrained_cfg",
+                                lambda name, tag: dict(url="", quick_gelu=True))
+        monkeypatch.setattr(open_clip.factory, "download_pretrained",
+                            lambda *args, **kwargs: str(tmp_path / "weights.pt"))
+        teacher = build_frozen("small-16/tag")
+        assert torch.allclose(pooled(teacher, images), expected, atol=1e-4)
+        assert not capsys.readouterr().err
+
+    @pytest.mark.parametrize("kind, side", (("clip", 96), ("ours", 48)))
+    def test_a_teacher_resizes_images_to_have_the_students_grid(self, small_clips, teacher,
+                                                                kind, side):
+        ours = build_frozen("small-16/random" if kind == "clip" else teacher, grid=6)
+        for size in ((32, 32), (112, 112), (side, 112)):
+            images = torch.rand(2, 3, *size)
+            assert ours.image_size == side and ours(images).shape == (2, 37, ours.dim)
+            resized = F.interpolate(images, (side, side), mode="bicubic", antialias=True)
+            assert torch.allclose(ours(images), ours(resized.clamp(0, 1)), atol=1e-5)
+
+    @pytest.mark.parametrize("kind", ("small-16/random", "timm/vit_tiny_patch16_224/random", "ours",
+                                      "experts"))
+    def test_every_kind_of_teacher_works_in_every_precision(self, small_clips, tmp_path, kind):
+        path = write_checkpoint(tmp_path / "x.pt", experts=3 if kind == "experts" else 0)
+        name = kind if "/" in kind else path
+        images = torch.rand(2, 3, 32, 32)
+        teacher = build_frozen(name, grid=4)
+        assert not any(p.requires_grad for p in teacher.parameters()) and not teacher.training
+        exact = teacher(images)
+        if name == path:
+            expected, _ = encoders.load_encoder(path).eval()(normalized(images))
+            assert torch.equal(exact, expected)
+            assert torch.equal(build_frozen(path)(images), expected)
+        for precision, error in ((torch.bfloat16, 0.03), (torch.float16, 0.003)):
+            half = build_frozen(name, grid=4).to(dtype=precision)
+            features = half(images)
+            assert features.dtype == precision
+            assert ((features.float() - exact).norm() / exact.norm()).item() < error
+            teacher.tokens = half.tokens = lambda images: images
+            assert torch.equal(half(images), teacher(images).to(precision))  # normalized in float32
+
+    @pytest.mark.parametrize("grid", (4, None))
+    @pytest.mark.parametrize("name, prefix, has_cls", (
+        ("vit_small_patch14_reg4_dinov2", 5, True), ("vit_small_patch16_dinov3", 5, True),
+        ("vit_base_patch16_siglip_224", 0, False), ("eva02_tiny_patch14_224", 1, True),
+        ("vit_base_patch16_224.mae", 1, True), ("vit_medium_patch16_reg4_gap_256", 4, False)))
+    def test_timms_models_give_timms_features_without_registers(self, monkeypatch, name, prefix,
+                                                                has_cls, grid):
+        import timm
+        depth = 3 if grid else 1
+        monkeypatch.setattr(timm, "create_model", functools.partial(timm.create_model, depth=depth))
+        torch.manual_seed(0)
+        theirs = timm.create_model(name, num_classes=0).eval()
+        config = timm.data.resolve_model_data_config(theirs)
+        side = config["input_size"][1]      # its own, of 224, 256 or 518 pixels
+        if grid:
+            side = grid * theirs.patch_embed.patch_size[0]
+            theirs.set_input_size(img_size=(side, side))
+        images = torch.rand(2, 3, side, side)
+        with torch.no_grad():
+            tokens = theirs.forward_features(TF.normalize(images, config["mean"], config["std"]))
+            cls = tokens[:, 0] if has_cls else theirs.forward_head(tokens, pre_logits=True)
+        teacher = build_frozen(f"timm/{name}/random", grid)
+        assert teacher.image_size == side and teacher.dim == tokens.shape[2]
+        ours = teacher(images)
+        torch.testing.assert_close(ours[:, 1:], tokens[:, prefix:], rtol=0, atol=1e-6)
+        torch.testing.assert_close(ours[:, 0], cls, rtol=0, atol=1e-6)
+
+    @pytest.mark.parametrize("grid", (None, 2))
+    @pytest.mark.parametrize("name, channels_last, pools", (
+        ("test_resnet", False, True), ("test_convnext", False, True),
+        ("swin_tiny_patch4_window7_224", True, True), ("test_mambaout", True, False)))
+    def test_maps_of_conv_nets_and_swins_become_patches_row_by_row(self, monkeypatch, name,
+                                                                   pools, channels_last, grid):
+        import timm
+        if name.startswith("swin"):      # timm has none that is small
+            monkeypatch.setattr(timm, "create_model",
+                                functools.partial(timm.create_model, depths=(1, 1, 1, 1)))
+        torch.manual_seed(0)
+        theirs = timm.create_model(name, num_classes=0).eval()
+        config = timm.data.resolve_model_data_config(theirs)
+        side = 32 * grid if grid else config["input_size"][1]
+        if grid and hasattr(theirs, "set_input_size"):
+            theirs.set_input_size(img_size=(side, side))
+        images = torch.rand(3, 3, side, side)
+        with torch.no_grad():
+            found = theirs.forward_features(TF.normalize(images, config["mean"], config["std"]))
+            cls = (theirs.forward_head(found, pre_logits=True) if pools      # as wide as the map
+                   else found.mean((1, 2) if channels_last else (2, 3)))
+        teacher = build_frozen(f"timm/{name}/random", grid)
+        ours = teacher(images)
+        at = range(found.shape[2])
+        assert teacher.image_size == side and len(at) == (grid or side // 32)
+        patches = torch.stack([found[:, y, x] if channels_last else found[:, :, y, x]
+                               for y in at for x in at], 1)
+        assert ours.shape[2] == teacher.dim
+        torch.testing.assert_close(ours, torch.cat([cls[:, None], patches], 1), rtol=0, atol=1e-5)
+
+    def test_a_conv_net_from_a_folder_of_timms_teaches_a_student(self, stage, tmp_path):
+        import timm
+        theirs = timm.create_model("test_efficientnet.r160_in1k", num_classes=7)
+        timm.models.save_for_hf(theirs, tmp_path / "theirs", safe_serialization=True)
+        name = f"timm/local-dir:{tmp_path / 'theirs'}"
+        images = torch.rand(2, 3, 128, 128)
+        config = timm.data.resolve_model_data_config(theirs)
+        with torch.no_grad():
+            found = theirs.eval().forward_features(
+                TF.normalize(images, config["mean"], config["std"]))
+        torch.testing.assert_close(build_frozen(name, 4)(images)[:, 1:], found.flatten(2).mT)
+        state, _ = train(stage("pretrain", f"--teacher {name} --max-steps 1"))
+        assert state["model"]["head.weight"].shape[0] == theirs.num_features
+
+    def test_a_timm_model_is_pretrained_unless_it_is_random(self, monkeypatch):
+        import timm
+        create = Mock(side_effect=OSError("no network"))
+        monkeypatch.setattr(timm, "create_model", create)
+        for name in ("timm/vit_tiny_patch16_224", "timm/vit_tiny_patch16_224/random"):
+            with pytest.raises(common.UserError, match=f"^{name}: no network$"):
+                build_frozen(name)
+        assert [each.kwargs["pretrained"] for each in create.call_args_list] == [True, False]
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::torch.jit.TracerWarning",
-                            "ignore::DeprecationWarning")
-def test_a_torchscript_archive_as_openais_own_files_are_is_a_teacher(quick_gelu, tmp_path):
-    """Its weights are in half precision."""
-    clip, images, expected = quick_gelu
-    traced = torch.jit.trace(clip, (images, torch.ones(2, 8, dtype=torch.long)),
-                             check_trace=False)
-    path = str(tmp_path / "ViT.pt")
-    traced.half().save(path)
-    teacher = build_frozen(f"small-16-quickgelu/{path}")
-    assert {p.dtype for p in teacher.parameters()} == {torch.float32}
-    assert torch.allclose(pooled(teacher, images), expected, atol=1e-4)
+class TestData:
+    def test_a_png_is_a_png_whatever_its_name_and_its_names_bytes(self, tmp_path):
+        write_images(tmp_path, "x.JPEG", os.fsdecode(b"\xff.png"))
+        for image, _ in data.ImageFiles(str(tmp_path), "no image"):
+            assert (image.permute(1, 2, 0).numpy() == PICTURE).all()
+
+    @pytest.mark.parametrize("name, kind", (("x.tiff", np.float32), ("x.png", np.uint16)))
+    def test_images_that_do_not_have_8_bits_are_refused(self, tmp_path, name, kind):
+        """Nobody knows which float is white, and 16 bits would become white."""
+        Image.fromarray(PICTURE[..., 0].astype(kind)).save(tmp_path / name)
+        with pytest.raises(common.UserError, match=f"{tmp_path}/{name}: mode"):
+            data.read_image(tmp_path / name)
+
+    @pytest.mark.parametrize("kind, mode", (("PNG", "P"), ("JPEG", "CMYK")))
+    def test_images_have_pillows_pixels_and_are_upright(self, tmp_path, monkeypatch, kind, mode):
+        """Their names, color spaces and orientations do not matter."""
+        image = Image.fromarray(PICTURE)
+        pictures = {"gray.png": (image.convert("L"), {}), f"{mode}.JPEG": (image.convert(mode), {}),
+                    "progressive.jpg": (image, dict(progressive=True))}
+        for orientation in range(1, 9):
+            exif = Image.Exif()
+            exif[0x0112] = orientation
+            pictures[f"{orientation}.jpg"] = image, dict(exif=exif)
+        expected = {}
+        for name, (picture, how) in pictures.items():
+            picture.save(tmp_path / name, format=kind, **how)
+            upright = ImageOps.exif_transpose(Image.open(tmp_path / name))
+            expected[name] = TF.pil_to_tensor(upright.convert("RGB"))
+        if kind == "JPEG":
+            monkeypatch.setattr(Image, "open", Mock(side_effect=AssertionError))
+        for name, pixels in expected.items():
+            assert torch.equal(data.read_image(tmp_path / name), pixels), name
+
+    def test_without_labels_all_images_below_a_folder_count(self, tmp_path):
+        names = ["b.png", "a/1.jpg", "a/2.JPG", "a/deep/er/0.png", "a-b/0.jpg"]
+        hidden = ".hidden/0.jpg", "a/.0.jpg", "a/__MACOSX/0.jpg", "__MACOSX/0.jpg"
+        write_images(tmp_path / "val", *names, *hidden, "a/notes.txt")
+        images = data.open_images(str(tmp_path), "val", 32, labels=False)
+        paths = [images.path(i) for i in range(len(images))]
+        assert paths == [str(tmp_path / "val" / name) for name in names]
+        assert images[1][1] == 0
+        write_images(tmp_path, "beside.jpg")
+        assert len(data.open_images(str(tmp_path), "val", 32, labels=False)) == 5
+        everything = data.open_images(str(tmp_path), "train", 32, labels=False)      # no train/
+        assert len(everything) == 6
+        one = data.open_images(paths[1], "val", 32, labels=False)
+        assert [one.path(i) for i in range(len(one))] == paths[1:2]
+
+    def test_images_have_torchvisions_order_with_and_without_labels(self, photos):
+        theirs = torchvision.datasets.ImageFolder(f"{photos}/train").samples
+        for labels in (True, False):
+            images = data.open_images(photos, "train", 32, labels)
+            assert [images.path(i) for i in range(len(images))] == [path for path, _ in theirs]
+        classes = data.open_images(photos, "train", 32).labels.tolist()
+        assert classes == [label for _, label in theirs]
+
+    @pytest.mark.parametrize("images, links, expected", (
+        ("train/a/0.jpg train/b/0.jpg elsewhere/0.jpg elsewhere/more/1.jpg "
+         "train/.hidden/0.jpg train/a/.1.jpg train/a/__MACOSX/0.jpg",
+         {"a/linked": "../../elsewhere", "b/1.jpg": "../../elsewhere/0.jpg",
+          "c": "../elsewhere/more", "d.jpg": "../elsewhere"},
+         "a/0.jpg a/linked/0.jpg a/linked/more/1.jpg b/0.jpg b/1.jpg c/1.jpg d.jpg/0.jpg "
+         "d.jpg/more/1.jpg"),
+        ("train/x/0.jpg train/y/0.jpg elsewhere/in/0.jpg",
+         {"x/a": ".", "x/b": ".", "x/up": "../..", "x/y": "../y", "y/x": "../x",
+          "y/out": "../../elsewhere/in", "../elsewhere/in/out": ".."},
+         "x/0.jpg x/y/0.jpg x/y/out/0.jpg y/0.jpg y/out/0.jpg y/x/0.jpg")), ids=("down", "up"))
+    @pytest.mark.parametrize("labels", (True, False))
+    def test_symlinks_are_followed_but_not_into_a_parent_folder(self, tmp_path, images, links,
+                                                                expected, labels):
+        """To follow a symlink into a folder above it would never end."""
+        write_images(tmp_path, *images.split())
+        for link, target in links.items():
+            (tmp_path / "train" / link).symlink_to(target)
+        found = data.open_images(str(tmp_path), "train", 32, labels)
+        assert [os.path.relpath(found.path(i), tmp_path / "train")
+                for i in range(len(found))] == expected.split()
+
+    def test_classes_are_those_of_train(self, tmp_path):
+        write_images(tmp_path, "train/ant/x.png", "train/bee/x.png", "val/bee/x.png",
+                     "train/.hidden/x.png", "val/__MACOSX/x.png")
+        train, val = (data.open_images(str(tmp_path), split, 32) for split in ("train", "val"))
+        assert train.classes == val.classes == ["ant", "bee"] and val[0][1] == 1
+
+    @pytest.mark.parametrize("names, split, said", (
+        ("train/ant/x.png train/bee/x.png val/ant/x.png val/wasp/x.png", "val",
+         "val/wasp is not in {root}/train"),
+        ("train/images/ant/x.png train/images/bee/x.png", "train",
+         "{root}/train has one folder, images"),
+        ("train/ant/x.png train/bee/x.txt", "train", "no image in {root}/train/bee")))
+    def test_classes_that_are_always_wrong_or_always_right_are_named(self, tmp_path, names,
+                                                                     split, said):
+        write_images(tmp_path, *names.split())
+        with pytest.raises(common.UserError, match=said.format(root=tmp_path)):
+            data.open_images(str(tmp_path), split, 32)
+        data.open_images(str(tmp_path), split, 32, labels=False)
+
+    @pytest.mark.parametrize("labels", (True, False))
+    @pytest.mark.parametrize("folder", ("val", "val/b/deep"))
+    def test_a_folder_that_cannot_be_listed_is_never_empty(self, tmp_path, monkeypatch, labels,
+                                                           folder):
+        """Without the class b, k-NN would find all others."""
+        write_images(tmp_path, *(f"{split}/{name}" for split in ("train", "val")
+                                 for name in ("a/0.jpg", "b/0.jpg", "b/deep/1.jpg")))
+
+        def scandir(path, scandir=os.scandir):
+            if Path(path) == tmp_path / folder:      # a mode of 000 means nothing to root
+                raise PermissionError(13, "Permission denied", str(path))
+            return scandir(path)
+        monkeypatch.setattr(os, "scandir", scandir)
+        assert len(data.open_images(str(tmp_path), "train", 32, labels)) == 3
+        with pytest.raises(common.UserError, match=f"cannot list the folder {tmp_path}/{folder}"):
+            data.open_images(str(tmp_path), "val", 32, labels)
+
+    def test_images_that_are_skipped_or_may_not_be_meant_are_named(self, tmp_path, monkeypatch,
+                                                                   capsys):
+        """Without train/, the images of val/ and annotations would count."""
+        monkeypatch.chdir(tmp_path)
+        write_images(tmp_path / "x", "in/train/0.jfif", "in/val/0.gif", "in/val/1.AVIF",
+                     "in/val/0.HEIC", "in/val/x.svg", "in/val/notes.txt")
+        assert len(data.open_images("x", "train", 32, labels=False)) == 3
+        kinds, nested = capsys.readouterr().err.splitlines()
+        assert kinds.endswith(": .HEIC, .svg") and nested.endswith("3 images count: 3 in in/")
+
+    def test_torchvisions_sets_are_in_data_and_have_their_splits(self, tmp_path, monkeypatch):
+        made = Mock(return_value=None)
+        monkeypatch.setattr(torchvision.datasets.CIFAR10, "__init__", made)
+        for split in ("train", "val"):
+            data.open_images("cifar10", split, 32)
+        assert made.mock_calls == [call("data", part, transform=TF.pil_to_tensor)
+                                   for part in (True, False)]
+        monkeypatch.chdir(tmp_path)
+        kinds = {"train": ["pie/0", "pie/1", "soup/2"], "test": ["soup/3"]}
+        write_images(tmp_path / "data/food-101/images",
+                     *(f"{name}.jpg" for names in kinds.values() for name in names))
+        for split, names in kinds.items():      # of each class, its images
+            classes = {kind: [name for name in names if kind in name] for kind in ("pie", "soup")}
+            write_text(f"data/food-101/meta/{split}.json", json.dumps(classes))
+        train, val = (data.open_images("food101", split, 32) for split in ("train", "val"))
+        assert [train[i][1] for i in range(3)] == [0, 0, 1] and val[0][1] == 1
+        assert torch.equal(train[0][0], torch.from_numpy(PICTURE).permute(2, 0, 1))
+        break_image(tmp_path / "data/food-101/images/pie/0.jpg")
+        with pytest.raises(common.UserError, match="food-101/images/pie/0.jpg"):
+            train[0]      # so that training takes the next one
+
+    def test_in_training_the_next_image_replaces_a_broken_one(self, photos, tmp_path, capsys):
+        folder = shutil.copytree(Path(photos, "train"), tmp_path / "train")
+        views = data.TrainViews(data.ImageFiles(str(folder), "no image"), 32, 7, 4, 0.4)
+        places = {5: 5, 6: 8, 7: 8, 31: 0}      # two in a row are broken, and the last of all
+        broken = [break_image(views.dataset.path(index)) for index in (6, 7, 31)]
+        data.print_once.cache_clear()      # an earlier test's file may have had the same path
+        for epoch in (0, 1):
+            for index, place in places.items():      # what is random does not move with the image
+                rng = np.random.default_rng((3, 7, epoch, index))
+                expected = views.view(rng, *views.dataset[place])
+                torch.testing.assert_close(views[epoch, index], expected, rtol=0, atol=0)
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 3 and all(path in line for path, line in zip(broken, lines))
+
+    def test_a_hundred_broken_images_in_a_row_are_an_error(self, capsys):
+        class Gone(Shapes):
+            def __getitem__(self, index):
+                if index in self.there:
+                    return super().__getitem__(index)
+                raise common.UserError(f"cannot read the image {index}")
+        gone = Gone("train", 8)
+        gone.there = {50 + 99}
+        assert data.first_readable(gone, 50)[0] == 149
+        with pytest.raises(common.UserError, match="cannot read the image 148"):
+            data.first_readable(gone, 49)
+        assert len(capsys.readouterr().err.splitlines()) == 100      # each once
+        gone.length, gone.there = 3, {2}
+        assert [data.first_readable(gone, i)[0] for i in range(3)] == [2, 2, 2]
+        gone.there = {}
+        with pytest.raises(common.UserError, match="cannot read the image 0"):
+            data.first_readable(gone, 1)      # after all the others
+
+    def test_a_broken_scene_is_replaced_in_training_alone(self, scenes, tmp_path):
+        same = Path(shutil.copytree(scenes, tmp_path / "same"))
+        for name in ("images/training/{}.jpg", "annotations/training/{}.png"):
+            shutil.copy(same / name.format(4), same / name.format(3))
+        broken = Path(shutil.copytree(scenes, tmp_path / "broken"))
+        break_image(broken / "images/training/3.jpg")
+        seen, expected = (segment.TrainScenes(segment.Scenes(str(root), "training"), 32, 11, 7)
+                          for root in (broken, same))
+        torch.testing.assert_close(seen[1, 3], expected[1, 3], rtol=0, atol=0)
+        with pytest.raises(common.UserError, match="cannot read the image"):
+            segment.EvalScenes(seen.dataset, 32, 11)[3]
 
 
-def test_a_tag_has_quick_gelu_if_its_record_says_so(quick_gelu, tmp_path, monkeypatch, capsys):
-    import open_clip
-    clip, images, expected = quick_gelu
-    torch.save(clip.state_dict(), tmp_path / "weights.pt")
-    for module in (open_clip, open_clip.factory):
-        monkeypatch.setattr(module, "get_pretrained_cfg",
-                            lambda name, tag: dict(url="", quick_gelu=True))
-    monkeypatch.setattr(open_clip.factory, "download_pretrained",
-                        lambda *args, **kwargs: str(tmp_path / "weights.pt"))
-    teacher = build_frozen("small-16/tag")
-    assert torch.allclose(pooled(teacher, images), expected, atol=1e-4)
-    assert not capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind, side", (("clip", 96), ("ours", 48)))
-def test_a_teacher_resizes_images_to_have_the_students_grid(small_clips, teacher, kind, side):
-    ours = build_frozen("small-16/random" if kind == "clip" else teacher, grid=6)
-    for size in ((32, 32), (112, 112), (side, 112)):
-        images = torch.rand(2, 3, *size)
-        assert ours.image_size == side and ours(images).shape == (2, 37, ours.dim)
-        resized = F.interpolate(images, (side, side), mode="bicubic", antialias=True).clamp(0, 1)
-        assert torch.allclose(ours(images), ours(resized), atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ("small-16/random", "timm/vit_tiny_patch16_224/random", "ours",
-                                  "experts"))
-def test_every_kind_of_teacher_works_in_every_precision(small_clips, tmp_path, kind):
-    path = write_checkpoint(tmp_path / "x.pt", experts=3 if kind == "experts" else 0)
-    name = kind if "/" in kind else path
-    images = torch.rand(2, 3, 32, 32)
-    teacher = build_frozen(name, grid=4)
-    assert not any(p.requires_grad for p in teacher.parameters()) and not teacher.training
-    exact = teacher(images)
-    if name == path:
-        expected, _ = encoders.load_encoder(path).eval()(normalized(images))
-        assert torch.equal(exact, expected) and torch.equal(build_frozen(path)(images), expected)
-    for precision, error in ((torch.bfloat16, 0.03), (torch.float16, 0.003)):
-        half = build_frozen(name, grid=4).to(dtype=precision)
-        features = half(images)
-        assert features.dtype == precision
-        assert ((features.float() - exact).norm() / exact.norm()).item() < error
-        teacher.tokens = half.tokens = lambda images: images
-        assert torch.equal(half(images), teacher(images).to(precision))      # normalized in float32
-
-
-@pytest.mark.parametrize("grid", (4, None))
-@pytest.mark.parametrize("name, prefix, has_cls", (
-    ("vit_small_patch14_reg4_dinov2", 5, True), ("vit_small_patch16_dinov3", 5, True),
-    ("vit_base_patch16_siglip_224", 0, False), ("eva02_tiny_patch14_224", 1, True),
-    ("vit_base_patch16_224.mae", 1, True), ("vit_medium_patch16_reg4_gap_256", 4, False)))
-def test_timms_models_give_timms_features_without_registers(monkeypatch, name, prefix, has_cls,
-                                                            grid):
-    import timm
-    depth = 3 if grid else 1
-    monkeypatch.setattr(timm, "create_model", functools.partial(timm.create_model, depth=depth))
-    torch.manual_seed(0)
-    theirs = timm.create_model(name, num_classes=0).eval()
-    config = timm.data.resolve_model_data_config(theirs)
-    side = config["input_size"][1]      # its own, of 224, 256 or 518 pixels
-    if grid:
-        side = grid * theirs.patch_embed.patch_size[0]
-        theirs.set_input_size(img_size=(side, side))
-    images = torch.rand(2, 3, side, side)
-    with torch.no_grad():
-        tokens = theirs.forward_features(TF.normalize(images, config["mean"], config["std"]))
-        cls = tokens[:, 0] if has_cls else theirs.forward_head(tokens, pre_logits=True)
-    teacher = build_frozen(f"timm/{name}/random", grid)
-    assert teacher.image_size == side and teacher.dim == tokens.shape[2]
-    ours = teacher(images)
-    torch.testing.assert_close(ours[:, 1:], tokens[:, prefix:], rtol=0, atol=1e-6)
-    torch.testing.assert_close(ours[:, 0], cls, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("grid", (None, 2))
-@pytest.mark.parametrize("name, channels_last, pools", (
-    ("test_resnet", False, True), ("test_convnext", False, True),
-    ("swin_tiny_patch4_window7_224", True, True), ("test_mambaout", True, False)))
-def test_the_map_of_a_conv_net_or_a_swin_becomes_patches_row_by_row(monkeypatch, name, pools,
-                                                                    channels_last, grid):
-    import timm
-    if name.startswith("swin"):      # timm has none that is small
-        monkeypatch.setattr(timm, "create_model",
-                            functools.partial(timm.create_model, depths=(1, 1, 1, 1)))
-    torch.manual_seed(0)
-    theirs = timm.create_model(name, num_classes=0).eval()
-    config = timm.data.resolve_model_data_config(theirs)
-    side = 32 * grid if grid else config["input_size"][1]
-    if grid and hasattr(theirs, "set_input_size"):
-        theirs.set_input_size(img_size=(side, side))
-    images = torch.rand(3, 3, side, side)
-    with torch.no_grad():
-        found = theirs.forward_features(TF.normalize(images, config["mean"], config["std"]))
-        cls = (theirs.forward_head(found, pre_logits=True) if pools      # as wide as the map
-               else found.mean((1, 2) if channels_last else (2, 3)))
-    teacher = build_frozen(f"timm/{name}/random", grid)
-    ours = teacher(images)
-    at = range(found.shape[2])
-    assert teacher.image_size == side and len(at) == (grid or side // 32)
-    patches = torch.stack([found[:, y, x] if channels_last else found[:, :, y, x]
-                           for y in at for x in at], 1)
-    assert ours.shape[2] == teacher.dim
-    torch.testing.assert_close(ours, torch.cat([cls[:, None], patches], 1), rtol=0, atol=1e-5)
-
-
-def test_a_conv_net_from_a_folder_that_timm_wrote_teaches_a_student(stage, tmp_path):
-    import timm
-    theirs = timm.create_model("test_efficientnet.r160_in1k", num_classes=7)
-    timm.models.save_for_hf(theirs, tmp_path / "theirs", safe_serialization=True)
-    name = f"timm/local-dir:{tmp_path / 'theirs'}"
-    images = torch.rand(2, 3, 128, 128)
-    config = timm.data.resolve_model_data_config(theirs)
-    with torch.no_grad():
-        found = theirs.eval().forward_features(
-            TF.normalize(images, config["mean"], config["std"]))
-    torch.testing.assert_close(build_frozen(name, 4)(images)[:, 1:], found.flatten(2).mT)
-    state, _ = train(stage("pretrain", f"--teacher {name} --max-steps 1"))
-    assert state["model"]["head.weight"].shape[0] == theirs.num_features
-
-
-def test_a_timm_model_has_the_hubs_weights_unless_they_are_random(monkeypatch):
-    import timm
-    create = Mock(side_effect=OSError("no network"))
-    monkeypatch.setattr(timm, "create_model", create)
-    for name in ("timm/vit_tiny_patch16_224", "timm/vit_tiny_patch16_224/random"):
-        with pytest.raises(common.UserError, match=f"^{name}: no network$"):
-            build_frozen(name)
-    assert [each.kwargs["pretrained"] for each in create.call_args_list] == [True, False]
-
-
-# ------------------------------------------------------------------------- data, shapes
 def beit_mask(rng, grid, count, smallest):
     """BEiT's MaskingGenerator in plain words, with random patches for what it leaves missing."""
     masked = set()
@@ -1253,435 +1720,181 @@ def looks(mask):
             alone.sum() / mask.sum())
 
 
-@pytest.mark.parametrize("grid, ratio, smallest", (
-    (14, 0.4, 16), (28, 0.1, 16), (7, 0.4, 4), (3, 0.4, 1)))
-def test_block_masks_are_as_beit_draws_them(grid, ratio, smallest):
-    ours, theirs = np.random.default_rng(0), random.Random(0)
-    count = int(ratio * grid ** 2)
-    ours = [data.block_mask(ours, grid, ratio).reshape(grid, grid) for _ in range(2000)]
-    assert all(mask.sum() == count for mask in ours)
-    ours = list(map(looks, ours))
-    theirs = [looks(beit_mask(theirs, grid, count, smallest)) for _ in range(2000)]
-    error = np.sqrt((np.var(ours, 0) + np.var(theirs, 0)) / 2000)      # of the difference
-    assert (abs(np.mean(ours, 0) - np.mean(theirs, 0)) < 4 * error + 1e-9).all()
-
-
-PICTURE = np.stack([np.mgrid[0:64, 0:80][0] * 3, np.mgrid[0:64, 0:80][1] * 3,
-                    np.mgrid[0:64, 0:80].sum(0)], -1).astype(np.uint8)
-
-
-def write_images(folder, *names):
-    """Files that hold PICTURE as a PNG, whatever their name."""
-    for name in names:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(PICTURE).save(path, format="PNG")
-
-
-def break_image(path):
-    Path(path).write_bytes(Path(path).read_bytes()[:-40])
-    return path
-
-
-def test_a_png_is_a_png_whatever_its_name_and_the_bytes_of_its_name(tmp_path):
-    write_images(tmp_path, "x.JPEG", os.fsdecode(b"\xff.png"))
-    for image, _ in data.ImageFiles(str(tmp_path), "no image"):
-        assert (image.permute(1, 2, 0).numpy() == PICTURE).all()
-
-
-@pytest.mark.parametrize("name, kind", (("x.tiff", np.float32), ("x.png", np.uint16)))
-def test_images_that_do_not_have_8_bits_are_refused(tmp_path, name, kind):
-    """Nobody knows which float is white, and 16 bits would become white."""
-    Image.fromarray(PICTURE[..., 0].astype(kind)).save(tmp_path / name)
-    with pytest.raises(common.UserError, match=f"{tmp_path}/{name}: mode"):
-        data.read_image(tmp_path / name)
-
-
-@pytest.mark.parametrize("kind, mode", (("PNG", "P"), ("JPEG", "CMYK")))
-def test_images_have_pillows_pixels_upright_and_jpegs_without_pillow(tmp_path, monkeypatch, kind,
-                                                                     mode):
-    """Whatever their name, color space or orientation."""
-    image = Image.fromarray(PICTURE)
-    pictures = {"gray.png": (image.convert("L"), {}), f"{mode}.JPEG": (image.convert(mode), {}),
-                "progressive.jpg": (image, dict(progressive=True))}
-    for orientation in range(1, 9):
-        exif = Image.Exif()
-        exif[0x0112] = orientation
-        pictures[f"{orientation}.jpg"] = image, dict(exif=exif)
-    expected = {}
-    for name, (picture, how) in pictures.items():
-        picture.save(tmp_path / name, format=kind, **how)
-        upright = ImageOps.exif_transpose(Image.open(tmp_path / name))
-        expected[name] = TF.pil_to_tensor(upright.convert("RGB"))
-    if kind == "JPEG":
-        monkeypatch.setattr(Image, "open", Mock(side_effect=AssertionError))
-    for name, pixels in expected.items():
-        assert torch.equal(data.read_image(tmp_path / name), pixels), name
-
-
-def test_without_labels_all_images_below_a_folder_count_and_hidden_ones_do_not(tmp_path):
-    names = ["b.png", "a/1.jpg", "a/2.JPG", "a/deep/er/0.png", "a-b/0.jpg"]
-    hidden = ".hidden/0.jpg", "a/.0.jpg", "a/__MACOSX/0.jpg", "__MACOSX/0.jpg"
-    write_images(tmp_path / "val", *names, *hidden, "a/notes.txt")
-    images = data.open_images(str(tmp_path), "val", 32, labels=False)
-    paths = [images.path(i) for i in range(len(images))]
-    assert paths == [str(tmp_path / "val" / name) for name in names]
-    assert images[1][1] == 0
-    write_images(tmp_path, "beside.jpg")
-    assert len(data.open_images(str(tmp_path), "val", 32, labels=False)) == 5
-    everything = data.open_images(str(tmp_path), "train", 32, labels=False)      # no train/
-    assert len(everything) == 6
-    one = data.open_images(paths[1], "val", 32, labels=False)
-    assert [one.path(i) for i in range(len(one))] == paths[1:2]
-
-
-def test_with_and_without_labels_images_have_the_order_of_torchvision(photos):
-    theirs = torchvision.datasets.ImageFolder(f"{photos}/train").samples
-    for labels in (True, False):
-        images = data.open_images(photos, "train", 32, labels)
-        assert [images.path(i) for i in range(len(images))] == [path for path, _ in theirs]
-    classes = data.open_images(photos, "train", 32).labels.tolist()
-    assert classes == [label for _, label in theirs]
-
-
-@pytest.mark.parametrize("images, links, expected", (
-    ("train/a/0.jpg train/b/0.jpg elsewhere/0.jpg elsewhere/more/1.jpg "
-     "train/.hidden/0.jpg train/a/.1.jpg train/a/__MACOSX/0.jpg",
-     {"a/linked": "../../elsewhere", "b/1.jpg": "../../elsewhere/0.jpg",
-      "c": "../elsewhere/more", "d.jpg": "../elsewhere"},
-     "a/0.jpg a/linked/0.jpg a/linked/more/1.jpg b/0.jpg b/1.jpg c/1.jpg d.jpg/0.jpg "
-     "d.jpg/more/1.jpg"),
-    ("train/x/0.jpg train/y/0.jpg elsewhere/in/0.jpg",
-     {"x/a": ".", "x/b": ".", "x/up": "../..", "x/y": "../y", "y/x": "../x",
-      "y/out": "../../elsewhere/in", "../elsewhere/in/out": ".."},
-     "x/0.jpg x/y/0.jpg x/y/out/0.jpg y/0.jpg y/out/0.jpg y/x/0.jpg")), ids=("down", "up"))
-@pytest.mark.parametrize("labels", (True, False))
-def test_links_are_followed_but_not_into_a_folder_above_them(tmp_path, images, links, expected,
-                                                             labels):
-    """That would never end."""
-    write_images(tmp_path, *images.split())
-    for link, target in links.items():
-        (tmp_path / "train" / link).symlink_to(target)
-    found = data.open_images(str(tmp_path), "train", 32, labels)
-    assert [os.path.relpath(found.path(i), tmp_path / "train")
-            for i in range(len(found))] == expected.split()
-
-
-def test_classes_are_those_of_train(tmp_path):
-    write_images(tmp_path, "train/ant/x.png", "train/bee/x.png", "val/bee/x.png",
-                 "train/.hidden/x.png", "val/__MACOSX/x.png")
-    train, val = (data.open_images(str(tmp_path), split, 32) for split in ("train", "val"))
-    assert train.classes == val.classes == ["ant", "bee"] and val[0][1] == 1
-
-
-@pytest.mark.parametrize("names, split, said", (
-    ("train/ant/x.png train/bee/x.png val/ant/x.png val/wasp/x.png", "val",
-     "val/wasp is not in {root}/train"),
-    ("train/images/ant/x.png train/images/bee/x.png", "train",
-     "{root}/train has one folder, images"),
-    ("train/ant/x.png train/bee/x.txt", "train", "no image in {root}/train/bee")))
-def test_classes_that_would_be_always_wrong_or_always_right_are_named(tmp_path, names, split, said):
-    write_images(tmp_path, *names.split())
-    with pytest.raises(common.UserError, match=said.format(root=tmp_path)):
-        data.open_images(str(tmp_path), split, 32)
-    data.open_images(str(tmp_path), split, 32, labels=False)
-
-
-@pytest.mark.parametrize("labels", (True, False))
-@pytest.mark.parametrize("folder", ("val", "val/b/deep"))
-def test_a_folder_that_cannot_be_listed_is_an_error_and_never_empty(tmp_path, monkeypatch, labels,
-                                                                    folder):
-    """Without the class b, k-NN would find all others."""
-    write_images(tmp_path, *(f"{split}/{name}" for split in ("train", "val")
-                             for name in ("a/0.jpg", "b/0.jpg", "b/deep/1.jpg")))
-
-    def scandir(path, scandir=os.scandir):
-        if Path(path) == tmp_path / folder:      # a mode of 000 means nothing to root
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-    monkeypatch.setattr(os, "scandir", scandir)
-    assert len(data.open_images(str(tmp_path), "train", 32, labels)) == 3
-    with pytest.raises(common.UserError, match=f"cannot list the folder {tmp_path}/{folder}: Perm"):
-        data.open_images(str(tmp_path), "val", 32, labels)
-
-
-def test_images_that_are_skipped_or_may_not_be_meant_are_named(tmp_path, monkeypatch, capsys):
-    """Without train/, the images of val/ and annotations would count."""
-    monkeypatch.chdir(tmp_path)
-    write_images(tmp_path / "x", "in/train/0.jfif", "in/val/0.gif", "in/val/1.AVIF",
-                 "in/val/0.HEIC", "in/val/x.svg", "in/val/notes.txt")
-    assert len(data.open_images("x", "train", 32, labels=False)) == 3
-    kinds, nested = capsys.readouterr().err.splitlines()
-    assert kinds.endswith(": .HEIC, .svg") and nested.endswith("3 images count: 3 in in/")
-
-
-def test_torchvisions_sets_are_found_in_data_and_have_their_splits(tmp_path, monkeypatch):
-    made = Mock(return_value=None)
-    monkeypatch.setattr(torchvision.datasets.CIFAR10, "__init__", made)
-    for split in ("train", "val"):
-        data.open_images("cifar10", split, 32)
-    assert made.mock_calls == [call("data", part, transform=TF.pil_to_tensor)
-                               for part in (True, False)]
-    monkeypatch.chdir(tmp_path)
-    kinds = {"train": ["pie/0", "pie/1", "soup/2"], "test": ["soup/3"]}
-    write_images(tmp_path / "data/food-101/images",
-                 *(f"{name}.jpg" for names in kinds.values() for name in names))
-    for split, names in kinds.items():      # of each class, its images
-        classes = {kind: [name for name in names if kind in name] for kind in ("pie", "soup")}
-        write_text(f"data/food-101/meta/{split}.json", json.dumps(classes))
-    train, val = (data.open_images("food101", split, 32) for split in ("train", "val"))
-    assert [train[i][1] for i in range(3)] == [0, 0, 1] and val[0][1] == 1
-    assert torch.equal(train[0][0], torch.from_numpy(PICTURE).permute(2, 0, 1))
-    break_image(tmp_path / "data/food-101/images/pie/0.jpg")
-    with pytest.raises(common.UserError, match="cannot read the image .*food-101/images/pie/0.jpg"):
-        train[0]      # so that training takes the next one
-
-
-def write_text(path, text):
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text)
-
-
-# ---------------------------------------------------------------- broken images, loaders
-
-def loading():
-    """The flags and the process of a run without workers on this machine's CPU"""
-    args = pretrain.parse_args(["--amp", "off", "--workers", "0"])
-    return args, common.Process(args)
-
-
-def test_in_training_a_broken_image_is_named_once_and_the_next_one_takes_its_place(
-        photos, tmp_path, capsys):
-    folder = shutil.copytree(Path(photos, "train"), tmp_path / "train")
-    views = data.TrainViews(data.ImageFiles(str(folder), "no image"), 32, 7, 4, 0.4)
-    places = {5: 5, 6: 8, 7: 8, 31: 0}      # two in a row are broken, and the last of all
-    broken = [break_image(views.dataset.path(index)) for index in (6, 7, 31)]
-    data.print_once.cache_clear()      # an earlier test's file may have had the same path
-    for epoch in (0, 1):
-        for index, place in places.items():      # what is random does not move with the image
-            rng = np.random.default_rng((3, 7, epoch, index))
-            expected = views.view(rng, *views.dataset[place])
-            torch.testing.assert_close(views[epoch, index], expected, rtol=0, atol=0)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3 and all(path in line for path, line in zip(broken, lines))
-
-
-def test_a_hundred_broken_images_in_a_row_or_a_whole_set_are_a_disk_that_is_gone(capsys):
-    class Gone(Shapes):
-        def __getitem__(self, index):
-            if index in self.there:
-                return super().__getitem__(index)
-            raise common.UserError(f"cannot read the image {index}")
-    gone = Gone("train", 8)
-    gone.there = {50 + 99}
-    assert data.first_readable(gone, 50)[0] == 149
-    with pytest.raises(common.UserError, match="cannot read the image 148"):
-        data.first_readable(gone, 49)
-    assert len(capsys.readouterr().err.splitlines()) == 100      # each once
-    gone.length, gone.there = 3, {2}
-    assert [data.first_readable(gone, i)[0] for i in range(3)] == [2, 2, 2]
-    gone.there = {}
-    with pytest.raises(common.UserError, match="cannot read the image 0"):
-        data.first_readable(gone, 1)      # after all the others
-
-
-def test_a_broken_scene_is_replaced_with_its_annotation_in_training_alone(scenes, tmp_path):
-    same = Path(shutil.copytree(scenes, tmp_path / "same"))
-    for name in ("images/training/{}.jpg", "annotations/training/{}.png"):
-        shutil.copy(same / name.format(4), same / name.format(3))
-    broken = Path(shutil.copytree(scenes, tmp_path / "broken"))
-    break_image(broken / "images/training/3.jpg")
-    seen, expected = (segment.TrainScenes(segment.Scenes(str(root), "training"), 32, 11, 7)
-                      for root in (broken, same))
-    torch.testing.assert_close(seen[1, 3], expected[1, 3], rtol=0, atol=0)
-    with pytest.raises(common.UserError, match="cannot read the image"):
-        segment.EvalScenes(seen.dataset, 32, 11)[3]
-
-
-# --------------------------------------------------------------------------------- views
-
-def test_a_view_is_a_crop_by_seed_epoch_and_index_a_flip_and_jitter(photos):
-    views = data.TrainViews(data.ClassFolders(photos, "train"), 32, 42, 14, 0.4)
-    image, label = views.dataset[5]
-    crop = data.random_crop(np.random.default_rng((3, 42, 1, 5)), *image.shape[1:], (0.2, 1.0))
-    image = TF.resized_crop(image, *crop, [32, 32], TF.InterpolationMode.BICUBIC, antialias=True)
-    assert torch.equal(views[1, 5]["image"], image) and views[1, 5]["label"] == label
-    drawn = [views[epoch, index] for epoch, index in np.ndindex(8, 32)]
-    assert len({view["mask"].tobytes() for view in drawn}) > 250
-    assert 0.4 < np.mean([view["flip"] for view in drawn]) < 0.6
-    jitter = np.array([view["jitter"] for view in drawn])
-    assert len(np.unique(jitter)) == jitter.size
-    assert (abs(jitter.min(0) - 0.6) < 0.02).all() and (abs(jitter.max(0) - 1.4) < 0.02).all()
-
-
-def test_crops_are_drawn_as_random_resized_crop_draws_them():
-    """Their area is uniform, their aspect log-uniform, and they reach all edges."""
-    rng = np.random.default_rng(0)
-    crops = [data.random_crop(rng, 1000, 1000, (0.1, 0.3), (0.5, 3)) for _ in range(20000)]
-    _, _, h, w = np.array(crops).T
-    top, left = (np.array(crops)[:, :2] / (1001 - np.stack([h, w], 1))).T
-    for values, low, high in ((h * w / 1e6, 0.1, 0.3), (top, 0, 1), (left, 0, 1),
-                              (np.log(w / h), -math.log(2), math.log(3))):
-        quantiles = np.quantile((values - low) / (high - low), (0.1, 0.25, 0.5, 0.75, 0.9))
-        assert quantiles == pytest.approx([0.1, 0.25, 0.5, 0.75, 0.9], abs=0.02)
-    crops = np.array([data.random_crop(rng, 6, 7, (0.2, 1.0)) for _ in range(2000)])
-    for size, starts, lengths in ((6, crops[:, 0], crops[:, 2]), (7, crops[:, 1], crops[:, 3])):
-        everywhere = {(at, n) for n in range(3, size + 1) for at in range(size - n + 1)}
-        assert set(zip(starts.tolist(), lengths.tolist())) >= everywhere
-
-
-@pytest.mark.parametrize("height, width, expected", (
-    (1, 1, (0, 0, 1, 1)), (20000, 10, (9993, 0, 13, 10)), (10, 20000, (0, 9993, 10, 13)),
-    (1, 500, (0, 249, 1, 1))))
-def test_crops_of_very_long_or_small_images_are_their_middle(height, width, expected):
-    rng = np.random.default_rng(0)
-    assert {data.random_crop(rng, height, width, (0.2, 1.0)) for _ in range(50)} == {expected}
-
-
-def test_flip_and_color_jitter_are_torchvisions_image_by_image():
-    image = torch.randint(0, 256, (5, 3, 8, 11), dtype=torch.uint8)
-    factors = 0.6 + 0.8 * torch.rand(5, 3)
-    factors[:3] = torch.tensor([[1.4, 1.4, 1.4], [0.6, 0.6, 0.6], [0.6, 1.4, 1.4]])
-    flip = torch.tensor([True, False, True, False, False])
-    ours = data.augment(dict(image=image, flip=flip, jitter=factors))
-    for i, (brightness, contrast, saturation) in enumerate(factors.tolist()):
-        theirs = image[i].flip(-1) / 255 if flip[i] else image[i] / 255
-        theirs = TF.adjust_brightness(theirs, brightness)
-        theirs = TF.adjust_saturation(TF.adjust_contrast(theirs, contrast), saturation)
-        assert torch.allclose(ours[i], theirs, atol=1e-5)
-    assert ours.min() == 0 and ours.max() == 1      # each of the first three goes beyond a limit
-
-
-@pytest.mark.parametrize("size, shorter", ((224, 256), (112, 128), (32, 37)))
-def test_evaluation_views_are_resized_to_256_and_cropped_to_224_of_224(size, shorter):
-    image = torch.randint(0, 256, (3, 300, 500), dtype=torch.uint8)
-    bicubic = TF.InterpolationMode.BICUBIC
-    resized = TF.resize(image, shorter, interpolation=bicubic, antialias=True)
-    assert torch.equal(data.center_view(image, size), TF.center_crop(resized, size))
-
-
-# -------------------------------------------------------------------------------- shapes
-
-def test_drawn_sets_have_names_and_never_change():
-    """Or figures of one version could not be compared with those of another."""
-    means = [sum(data.open_images(name, split, 48)[i][0].float().mean().item() for i in range(4))
-             for name, split in (("shapes", "train"), ("shapes", "val"), ("shapes-noise", "val"))]
-    assert means == pytest.approx([481.0, 499.4, 500.0], rel=1e-3)
-    assert Shapes.classes[Shapes("val", 48)[7][1]] == "spotted blue"
-
-
-def test_the_annotations_of_shapes_are_their_objects_in_their_colors():
-    train = Shapes("train", 48)
-    for index in range(20):
-        annotation = train.annotation(index)
-        assert annotation.unique().tolist() == [1, 2 + index % 10]
-        inside = (train[index][0] / 255)[:, annotation > 1]
-        vivid = (inside.amax(0) - inside.amin(0)).argmax()
-        hue = colorsys.rgb_to_hsv(*inside[:, vivid].tolist())[0]
-        name = train.classes[index % 10].split()[1]
-        assert abs((hue - Shapes.hues[name] + 0.5) % 1 - 0.5) < 0.04
-
-
-# ------------------------------------------------------------------ machine, optimization
-
-@pytest.mark.parametrize("flag, precision", (
-    ("fp16", None), ("off", None), ("bf16", torch.bfloat16)))
-def test_without_cuda_fp16_becomes_float32(flag, precision):
-    process = common.Process(pretrain.parse_args(["--amp", flag]))
-    assert process.amp == precision and process.device.type == "cpu"
-    with process.autocast():
-        assert (torch.ones(2, 3) @ torch.ones(3, 5)).dtype == (precision or torch.float32)
-
-
-@pytest.mark.parametrize("cores, processes, flags, workers", (
-    (24, "1", "", 16), (24, "4", "", 6), (2, "4", "", 1), (24, "1", "--workers 40", 40)))
-def test_a_process_has_its_share_of_the_cores_as_workers(monkeypatch, cores, processes, flags,
-                                                         workers):
-    monkeypatch.setattr(os, "cpu_count", lambda: 1000)      # a job has some of a machine's
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-    assert pretrain.parse_args(flags.split()).workers == workers
-
-
-def test_each_purpose_seed_step_rank_and_epoch_has_random_numbers_of_its_own():
-    """NumPy ignores zeros at the end of a key."""
-    drawn = {}
-    for key in (("weights", 1), ("weights", 2), ("step", 1, 0, 0), ("step", 1, 1, 0),
-                ("step", 1, 0, 1), ("step", 2, 0, 0), ("order", 1, 0), ("view", 1, 0, 0),
-                ("step", 1, 0, 0)):
-        common.seed_torch(*key)
-        numbers = torch.rand(()).item(), common.generator(*key).random()
-        assert torch.initial_seed() == common.generator(*key).integers(2 ** 63)
-        assert drawn.setdefault(key, numbers) == numbers
-    assert len(set(np.ravel(list(drawn.values())))) == 16
-    shapes = {Shapes(split, 8).stream for split in ("train", "val")}
-    assert len(shapes | set(common.STREAMS.values())) == 6
-
-
-@pytest.mark.parametrize("flags, world, expected", (
-    ("", 1, (16, 312)), ("", 2, (8, 312)), ("", 4, (4, 312)), ("", 8, (2, 312)),
-    ("--batch-size 510", 2, (1, 2512)), ("--batch-size 640", 1, (4, 2001)),
-    ("--batch-size 514 --micro-batch 1", 2, (257, 2492)), ("--batch-size 320", 1, (2, 4003)),
-    ("--batch-size 1024 --micro-batch 8", 2, (64, 1251)),
-    ("--batch-size 30 --micro-batch 5", 3, (2, 42705)), ("--batch-size 39", 3, (1, 32850)),
-    ("--batch-size 4098 --micro-batch 1", 6, (683, 312)), ("--batch-size 272", 1, (2, 4710)),
-    ("--batch-size 8224", 2, (257, 155)), ("--batch-size 257 --micro-batch 1", 1, (257, 4985))))
-def test_any_number_of_processes_has_the_papers_batch_of_4096(flags, world, expected):
-    """Micro-batches have 256 images at most, all the same number, and few only if asked to."""
-    assert data.plan_steps(pretrain.parse_args(flags.split()), world, 1281167) == expected
-
-
-def test_the_linear_decay_is_mmcvs():
-    """From 8e-5, the release's rate is 7.925e-5 after 1,500 steps of warm-up, and 5e-10 at last."""
-    rates = [optim.learning_rate(step, 160_000, 1500, 8e-5, 0.0, "linear")
-             for step in (0, 1499, 1500, 80_000, 159_999)]
-    assert rates == pytest.approx([8e-5 / 1500, 7.92505e-5, 7.925e-5, 4e-5, 5e-10], rel=1e-9)
-    assert optim.learning_rate(0, 10, 0, 1.0, 0.0, "linear") == 1
-
-
-def test_no_weight_decay_on_the_biases_of_experts_and_no_update_of_what_is_frozen():
-    """Plain loops have all other groups."""
-    student = small_student(nano(experts=2), 7, dense=True, pixels=True)
-    student.encoder.norm.weight.requires_grad_(False)
-    optimizer = optim.adamw(student, 0.1, 0.05, (0.9, 0.95))
-    decays = {p: group["weight_decay"] for group in optimizer.param_groups
-              for p in group["params"]}
-    moe = student.encoder.blocks[1].mlp
-    assert [decays[p] for p in (moe.w1, moe.w2, moe.router.phi)] == [0.05] * 3
-    assert [decays[p] for p in (moe.b1, moe.b2, moe.router.scale)] == [0] * 3
-    assert not model.decays("b1", moe.b1) and model.decays("phi", moe.router.phi)      # alone
-    assert student.encoder.norm.weight not in decays
-
-
-@needs_loopback
-@pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"),
-                    reason="this PyTorch's fully_shard needs a GPU")
-def test_a_soft_moe_block_that_fully_shard_shards_is_the_same_block(tmp_path):
-    """In two processes, each of which holds half of every parameter."""
-    path = tmp_path / "shard.py"
-    path.write_text(f"""
-import sys, torch
-sys.path.insert(0, {str(HERE)!r})
-import model
-from torch.distributed import destroy_process_group, fsdp, init_process_group
-from torch.distributed.device_mesh import init_device_mesh
-init_process_group("gloo")
-torch.manual_seed(0)
-whole, sharded = (model.Block(6, 2, experts=3) for _ in "ab")
-sharded.load_state_dict(whole.state_dict())
-fsdp.fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
-x = torch.randn(5, 7, 6)
-results = []
-for block in (whole, sharded):
-    y, routing = block(x)
-    (y.square().mean() + routing.dispatch[:, 1].log().mean()).backward()
-    gradients = [p.grad.full_tensor() if block is sharded else p.grad for p in block.parameters()]
-    results.append([y, *routing, *gradients])
-torch.testing.assert_close(*results)
-print(len(sharded.mlp.router.phi.to_local()), "of", len(sharded.mlp.router.phi), "rows")
-destroy_process_group()
-""", "utf-8")
-    assert run_two(path) == 2 * "3 of 6 rows\n"
+class TestViews:
+    @pytest.mark.parametrize("grid, ratio, smallest", (
+        (14, 0.4, 16), (28, 0.1, 16), (7, 0.4, 4), (3, 0.4, 1)))
+    def test_block_masks_are_as_beit_draws_them(self, grid, ratio, smallest):
+        ours, theirs = np.random.default_rng(0), random.Random(0)
+        count = int(ratio * grid ** 2)
+        ours = [data.block_mask(ours, grid, ratio).reshape(grid, grid) for _ in range(2000)]
+        assert all(mask.sum() == count for mask in ours)
+        ours = list(map(looks, ours))
+        theirs = [looks(beit_mask(theirs, grid, count, smallest)) for _ in range(2000)]
+        error = np.sqrt((np.var(ours, 0) + np.var(theirs, 0)) / 2000)      # of the difference
+        assert (abs(np.mean(ours, 0) - np.mean(theirs, 0)) < 4 * error + 1e-9).all()
+
+    def test_a_view_is_a_function_of_seed_epoch_and_index(self, photos):
+        views = data.TrainViews(data.ClassFolders(photos, "train"), 32, 42, 14, 0.4)
+        image, label = views.dataset[5]
+        crop = data.random_crop(np.random.default_rng((3, 42, 1, 5)), *image.shape[1:], (0.2, 1.0))
+        bicubic = TF.InterpolationMode.BICUBIC
+        image = TF.resized_crop(image, *crop, [32, 32], bicubic, antialias=True)
+        assert torch.equal(views[1, 5]["image"], image) and views[1, 5]["label"] == label
+        drawn = [views[epoch, index] for epoch, index in np.ndindex(8, 32)]
+        assert len({view["mask"].tobytes() for view in drawn}) > 250
+        assert 0.4 < np.mean([view["flip"] for view in drawn]) < 0.6
+        jitter = np.array([view["jitter"] for view in drawn])
+        assert len(np.unique(jitter)) == jitter.size
+        assert (abs(jitter.min(0) - 0.6) < 0.02).all() and (abs(jitter.max(0) - 1.4) < 0.02).all()
+
+    def test_crops_are_drawn_as_random_resized_crop_draws_them(self):
+        """Their area is uniform, their aspect log-uniform, and they reach all edges."""
+        rng = np.random.default_rng(0)
+        crops = [data.random_crop(rng, 1000, 1000, (0.1, 0.3), (0.5, 3)) for _ in range(20000)]
+        _, _, h, w = np.array(crops).T
+        top, left = (np.array(crops)[:, :2] / (1001 - np.stack([h, w], 1))).T
+        for values, low, high in ((h * w / 1e6, 0.1, 0.3), (top, 0, 1), (left, 0, 1),
+                                  (np.log(w / h), -math.log(2), math.log(3))):
+            quantiles = np.quantile((values - low) / (high - low), (0.1, 0.25, 0.5, 0.75, 0.9))
+            assert quantiles == pytest.approx([0.1, 0.25, 0.5, 0.75, 0.9], abs=0.02)
+        crops = np.array([data.random_crop(rng, 6, 7, (0.2, 1.0)) for _ in range(2000)])
+        for size, starts, lengths in ((6, crops[:, 0], crops[:, 2]), (7, crops[:, 1], crops[:, 3])):
+            everywhere = {(at, n) for n in range(3, size + 1) for at in range(size - n + 1)}
+            assert set(zip(starts.tolist(), lengths.tolist())) >= everywhere
+
+    @pytest.mark.parametrize("height, width, expected", (
+        (1, 1, (0, 0, 1, 1)), (20000, 10, (9993, 0, 13, 10)), (10, 20000, (0, 9993, 10, 13)),
+        (1, 500, (0, 249, 1, 1))))
+    def test_crops_of_very_long_or_small_images_are_their_middle(self, height, width, expected):
+        rng = np.random.default_rng(0)
+        assert {data.random_crop(rng, height, width, (0.2, 1.0)) for _ in range(50)} == {expected}
+
+    def test_flip_and_color_jitter_are_torchvisions_image_by_image(self):
+        image = torch.randint(0, 256, (5, 3, 8, 11), dtype=torch.uint8)
+        factors = 0.6 + 0.8 * torch.rand(5, 3)
+        factors[:3] = torch.tensor([[1.4, 1.4, 1.4], [0.6, 0.6, 0.6], [0.6, 1.4, 1.4]])
+        flip = torch.tensor([True, False, True, False, False])
+        ours = data.augment(dict(image=image, flip=flip, jitter=factors))
+        for i, (brightness, contrast, saturation) in enumerate(factors.tolist()):
+            theirs = image[i].flip(-1) / 255 if flip[i] else image[i] / 255
+            theirs = TF.adjust_brightness(theirs, brightness)
+            theirs = TF.adjust_saturation(TF.adjust_contrast(theirs, contrast), saturation)
+            assert torch.allclose(ours[i], theirs, atol=1e-5)
+        assert ours.min() == 0 and ours.max() == 1  # each of the first three goes beyond a limit
+
+    @pytest.mark.parametrize("size, shorter", ((224, 256), (112, 128), (32, 37)))
+    def test_evaluation_views_are_resized_to_256_and_cropped_to_224(self, size, shorter):
+        image = torch.randint(0, 256, (3, 300, 500), dtype=torch.uint8)
+        bicubic = TF.InterpolationMode.BICUBIC
+        resized = TF.resize(image, shorter, interpolation=bicubic, antialias=True)
+        assert torch.equal(data.center_view(image, size), TF.center_crop(resized, size))
+
+
+class TestShapes:
+    def test_drawn_sets_have_names_and_never_change(self):
+        """Otherwise, numbers of two versions could not be compared."""
+        for name, split, expected in (("shapes", "train", 481.0), ("shapes", "val", 499.4),
+                                      ("shapes-noise", "val", 500.0)):
+            images = data.open_images(name, split, 48)
+            total = sum(images[i][0].float().mean().item() for i in range(4))
+            assert total == pytest.approx(expected, rel=1e-3)
+        assert Shapes.classes[Shapes("val", 48)[7][1]] == "spotted blue"
+
+    def test_annotations_are_the_objects_in_their_colors(self):
+        train = Shapes("train", 48)
+        for index in range(20):
+            annotation = train.annotation(index)
+            assert annotation.unique().tolist() == [1, 2 + index % 10]
+            inside = (train[index][0] / 255)[:, annotation > 1]
+            vivid = (inside.amax(0) - inside.amin(0)).argmax()
+            hue = colorsys.rgb_to_hsv(*inside[:, vivid].tolist())[0]
+            name = train.classes[index % 10].split()[1]
+            assert abs((hue - Shapes.hues[name] + 0.5) % 1 - 0.5) < 0.04
+
+
+class TestMachine:
+    @pytest.mark.parametrize("flag, precision", (
+        ("fp16", None), ("off", None), ("bf16", torch.bfloat16)))
+    def test_without_cuda_fp16_becomes_float32(self, flag, precision):
+        process = common.Process(pretrain.parse_args(["--amp", flag]))
+        assert process.amp == precision and process.device.type == "cpu"
+        with process.autocast():
+            assert (torch.ones(2, 3) @ torch.ones(3, 5)).dtype == (precision or torch.float32)
+
+    @pytest.mark.parametrize("cores, processes, flags, workers", (
+        (24, "1", "", 16), (24, "4", "", 6), (2, "4", "", 1), (24, "1", "--workers 40", 40)))
+    def test_a_process_has_its_share_of_the_cores_as_workers(self, monkeypatch, cores,
+                                                             processes, flags, workers):
+        monkeypatch.setattr(os, "cpu_count", lambda: 1000)      # a job has some of a machine's
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        assert pretrain.parse_args(flags.split()).workers == workers
+
+    def test_each_purpose_has_random_numbers_of_its_own(self):
+        """NumPy ignores zeros at the end of a key."""
+        drawn = {}
+        for key in (("weights", 1), ("weights", 2), ("step", 1, 0, 0), ("step", 1, 1, 0),
+                    ("step", 1, 0, 1), ("step", 2, 0, 0), ("order", 1, 0), ("view", 1, 0, 0),
+                    ("step", 1, 0, 0)):
+            common.seed_torch(*key)
+            numbers = torch.rand(()).item(), common.generator(*key).random()
+            assert torch.initial_seed() == common.generator(*key).integers(2 ** 63)
+            assert drawn.setdefault(key, numbers) == numbers
+        assert len(set(np.ravel(list(drawn.values())))) == 16
+        shapes = {Shapes(split, 8).stream for split in ("train", "val")}
+        assert len(shapes | set(common.STREAMS.values())) == 6
+
+    @pytest.mark.parametrize("flags, world, expected", (
+        ("", 1, (16, 312)), ("", 2, (8, 312)), ("", 4, (4, 312)), ("", 8, (2, 312)),
+        ("--batch-size 510", 2, (1, 2512)), ("--batch-size 640", 1, (4, 2001)),
+        ("--batch-size 514 --micro-batch 1", 2, (257, 2492)), ("--batch-size 320", 1, (2, 4003)),
+        ("--batch-size 1024 --micro-batch 8", 2, (64, 1251)),
+        ("--batch-size 30 --micro-batch 5", 3, (2, 42705)), ("--batch-size 39", 3, (1, 32850)),
+        ("--batch-size 4098 --micro-batch 1", 6, (683, 312)), ("--batch-size 272", 1, (2, 4710)),
+        ("--batch-size 8224", 2, (257, 155)), ("--batch-size 257 --micro-batch 1", 1, (257, 4985))))
+    def test_any_number_of_processes_has_the_papers_batch_of_4096(self, flags, world, expected):
+        """Micro-batches have 256 images at most, all the same number, and few only if asked to."""
+        assert data.plan_steps(pretrain.parse_args(flags.split()), world, 1281167) == expected
+
+    @needs_loopback
+    @pytest.mark.parametrize("name, flags, said", (
+        ("pretrain", "--seed 7", "--seed was 42, is 7"), ("knn", "-k 3", "--k was 20, is 3"),
+        ("finetune", "", "class 1 was class_1, is class_1b"),
+        ("pretrain", "", "the step of last.pt was 1, is 0")))
+    def test_processes_that_do_not_run_the_same_do_not_start(self, stage, photos, tmp_path,
+                                                             name, flags, said):
+        """Of two machines. Their folders may have other names, and they may have other numbers of
+        workers.
+        """
+        other = Path(shutil.copytree(photos, tmp_path / "other"))
+        if "class 1" in said:
+            for split in ("train", "val"):
+                (other / split / "class_1").rename(other / split / "class_1b")
+        elif "last.pt" in said:
+            train(stage(name, "--max-steps 1"))
+        argv = stage(name, "--workers 1")
+        moved = ["--data", str(other), "--out", str(other / "run"), "--workers", "0"]
+        for program in start_two(f"{name}.py", argv, [*argv, *flags.split(), *moved]):
+            code, _, error = finish(program)
+            line = error.strip().splitlines()[-1]
+            assert code == 2 and "Traceback" not in error, error
+            assert "rank 1" in line and said in line
+            assert not re.search("--(data|out|workers) was", line)
+
+    def test_a_rank_that_another_job_left_over_means_nothing(self, stage, monkeypatch, capsys):
+        """Otherwise, k-NN would print nothing, and leave out a share of the images."""
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        play_knn = SCRIPTS["knn"].main(SCRIPTS["knn"].parse_args(stage("knn")))
+        assert len(play_knn) == 1 and "%" in capsys.readouterr().out
+
+    def test_processes_wait_for_hours_while_rank_0_saves(self, monkeypatch):
+        group = Mock()
+        monkeypatch.setattr(common.dist, "init_process_group", group)
+        for name, value in dict(RANK="0", WORLD_SIZE="2").items():
+            monkeypatch.setenv(name, value)
+        common.Process(argparse.Namespace(amp="off"))
+        assert group.call_args.kwargs["timeout"].total_seconds() >= 3600
 
 
 class Steps:
@@ -1699,93 +1912,119 @@ class Steps:
         return optim.optimizer_step(self.optimizer, self.scaler, clip_grad)
 
 
-@pytest.mark.parametrize("clip_grad", (0.0, 3.0))
-def test_an_update_is_clipping_and_adamw_of_gradients_without_their_scale(clip_grad):
-    ours = Steps(torch.amp.GradScaler("cpu", init_scale=2.0 ** 16))
-    layers = copy.deepcopy(ours.layers)
-    groups = [dict(params=[p], weight_decay=0.05 * (p.ndim > 1)) for p in layers.parameters()]
-    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95))
-    for size in (0.1, 1.0, 10.0):      # of norms below and above 3
-        gradient = size * torch.randn(5, 7)
-        metrics = ours.step(gradient, clip_grad)
-        layers["used"].weight.grad, layers["used"].bias.grad = gradient.clone(), gradient[:, 0]
-        norm = nn.utils.clip_grad_norm_(layers.parameters(), clip_grad or math.inf)
-        optimizer.step()
-        assert metrics["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-5)
-        assert metrics["skipped"] == 0
-        assert all(p.grad is None for p in ours.layers.parameters())
-    torch.testing.assert_close(ours.layers.state_dict(), layers.state_dict())
+class TestOptim:
+    def test_the_linear_decay_is_mmcvs(self):
+        """The numbers are the rates of the release's segmentation."""
+        rates = [optim.learning_rate(step, 160_000, 1500, 8e-5, 0.0, "linear")
+                 for step in (0, 1499, 1500, 80_000, 159_999)]
+        assert rates == pytest.approx([8e-5 / 1500, 7.92505e-5, 7.925e-5, 4e-5, 5e-10], rel=1e-9)
+        assert optim.learning_rate(0, 10, 0, 1.0, 0.0, "linear") == 1
+
+    def test_biases_do_not_decay_and_frozen_weights_are_not_updated(self):
+        """The plain loops test all other parameters."""
+        student = small_student(nano(experts=2), 7, dense=True, pixels=True)
+        student.encoder.norm.weight.requires_grad_(False)
+        optimizer = optim.adamw(student, 0.1, 0.05, (0.9, 0.95))
+        decays = {p: group["weight_decay"] for group in optimizer.param_groups
+                  for p in group["params"]}
+        moe = student.encoder.blocks[1].mlp
+        assert [decays[p] for p in (moe.w1, moe.w2, moe.router.phi)] == [0.05] * 3
+        assert [decays[p] for p in (moe.b1, moe.b2, moe.router.scale)] == [0] * 3
+        assert not model.decays("b1", moe.b1) and model.decays("phi", moe.router.phi)      # alone
+        assert student.encoder.norm.weight not in decays
+
+    @pytest.mark.parametrize("clip_grad", (0.0, 3.0))
+    def test_an_update_is_clipping_and_adamw_of_unscaled_gradients(self, clip_grad):
+        ours = Steps(torch.amp.GradScaler("cpu", init_scale=2.0 ** 16))
+        layers = copy.deepcopy(ours.layers)
+        groups = [dict(params=[p], weight_decay=0.05 * (p.ndim > 1)) for p in layers.parameters()]
+        optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95))
+        for size in (0.1, 1.0, 10.0):      # of norms below and above 3
+            gradient = size * torch.randn(5, 7)
+            metrics = ours.step(gradient, clip_grad)
+            layers["used"].weight.grad, layers["used"].bias.grad = gradient.clone(), gradient[:, 0]
+            norm = nn.utils.clip_grad_norm_(layers.parameters(), clip_grad or math.inf)
+            optimizer.step()
+            assert metrics["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-5)
+            assert metrics["skipped"] == 0
+            assert all(p.grad is None for p in ours.layers.parameters())
+        torch.testing.assert_close(ours.layers.state_dict(), layers.state_dict())
+
+    @pytest.mark.parametrize("clip_grad", (0.0, 3.0))
+    @pytest.mark.parametrize("wrong", (math.nan, math.inf))
+    @pytest.mark.parametrize("amp", ("fp16", "bf16", "off"))
+    def test_an_update_is_skipped_where_a_gradient_is_not_finite(self, amp, wrong, clip_grad):
+        scaler = common.Process(pretrain.parse_args(["--amp", amp])).scaler
+        if amp == "fp16":
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        steps = Steps(scaler)
+        steps.step(torch.randn(5, 7), clip_grad)
+        before = copy.deepcopy((steps.layers.state_dict(), steps.optimizer.state_dict()))
+        gradient = torch.randn(5, 7)
+        gradient[4, 2:] = wrong
+        metrics = steps.step(gradient, clip_grad)
+        after = steps.layers.state_dict(), steps.optimizer.state_dict()
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+        assert metrics["skipped"] == 1 and not metrics["grad_norm"].isfinite()
+        assert scaler.get_scale() == 1 and scaler.get_growth_factor() == (2 if amp == "fp16" else 1)
+        assert steps.step(torch.randn(5, 7), clip_grad)["skipped"] == 0
+        assert not torch.equal(steps.layers["used"].weight, before[0]["used.weight"])
 
 
-@pytest.mark.parametrize("clip_grad", (0.0, 3.0))
-@pytest.mark.parametrize("wrong", (math.nan, math.inf))
-@pytest.mark.parametrize("amp", ("fp16", "bf16", "off"))
-def test_an_update_is_skipped_and_counted_where_a_gradient_is_not_finite(amp, wrong, clip_grad):
-    """In every precision."""
-    scaler = common.Process(pretrain.parse_args(["--amp", amp])).scaler
-    if amp == "fp16":
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    steps = Steps(scaler)
-    steps.step(torch.randn(5, 7), clip_grad)
-    before = copy.deepcopy((steps.layers.state_dict(), steps.optimizer.state_dict()))
-    gradient = torch.randn(5, 7)
-    gradient[4, 2:] = wrong
-    metrics = steps.step(gradient, clip_grad)
-    after = steps.layers.state_dict(), steps.optimizer.state_dict()
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-    assert metrics["skipped"] == 1 and not metrics["grad_norm"].isfinite()
-    assert scaler.get_scale() == 1 and scaler.get_growth_factor() == (2 if amp == "fp16" else 1)
-    assert steps.step(torch.randn(5, 7), clip_grad)["skipped"] == 0
-    assert not torch.equal(steps.layers["used"].weight, before[0]["used.weight"])
+class TestGPU:
+    @pytest.mark.parametrize("sees", (2, 1))
+    def test_a_process_takes_the_gpu_of_its_rank_on_its_machine(self, monkeypatch, sees):
+        """Some launchers let a process see its own GPU alone."""
+        chosen = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: sees)
+        monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+        monkeypatch.setattr(common.dist, "is_initialized", lambda: True)
+        for name, value in dict(RANK="5", LOCAL_RANK="1", WORLD_SIZE="8").items():
+            monkeypatch.setenv(name, value)
+        process = common.Process(argparse.Namespace(amp="fp16"))
+        assert chosen == [process.device] == [torch.device("cuda", sees - 1)]
+        assert process.rank == 5 and process.amp == torch.float16
+        assert process.scaler.get_scale() == 2 ** 16 and process.scaler.get_growth_factor() == 2
 
+    @pytest.mark.parametrize("name, flags", (
+        ("pretrain", "--recompute --balance rlw"), ("pretrain", "--experts 0 --balance gradnorm"),
+        ("pretrain", "--encoding dense --objective token_cls_pixel --importance-weight 1"),
+        ("finetune", ""), ("linear", "--augment plain"), ("ep", ""), ("segment", "")))
+    def test_a_step_stays_on_its_device_and_the_host_never_waits(self, stage, monkeypatch, name,
+                                                                 flags):
+        """PyTorch's "meta" device stands in for a GPU. Its tensors have a device and a shape, but
+        no values. Code that reads a value raises an error, and so do most operations that mix this
+        device with another one. The two steps write no line of the log.
+        """
+        def process(self, args, init=common.Process.__init__):
+            init(self, args)
+            self.device = torch.device("meta")
 
-# --------------------------------------------------------------- a GPU that is not there
+        def end_step(self, step, *args, end=run.Run.end_step):
+            return end(self, step, *args) or step == 1
+        for owner, attribute, changed in (
+                (common.Process, "__init__", process), (run.Run, "end_step", end_step),
+                (run.Run, "resume", lambda run: 0), (run.Run, "save", lambda *args: None),
+                (data, "plan_steps", lambda *args: (1, 9)),
+                (torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext()),
+                (sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices",
+                 lambda: ["meta"])):
+            monkeypatch.setattr(owner, attribute, changed)
+        steps = spy(monkeypatch, optim, "optimizer_step")
+        SCRIPTS[name].main(SCRIPTS[name].parse_args(stage(name, flags)))
+        assert len(steps) == 2
 
-@pytest.mark.parametrize("sees", (2, 1))
-def test_a_process_takes_the_gpu_of_its_rank_on_its_machine(monkeypatch, sees):
-    """Or the only one that its launcher lets it see"""
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: sees)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(common.dist, "is_initialized", lambda: True)
-    for name, value in dict(RANK="5", LOCAL_RANK="1", WORLD_SIZE="8").items():
-        monkeypatch.setenv(name, value)
-    process = common.Process(argparse.Namespace(amp="fp16"))
-    assert chosen == [process.device] == [torch.device("cuda", sees - 1)]
-    assert process.rank == 5 and process.amp == torch.float16
-    assert process.scaler.get_scale() == 2 ** 16 and process.scaler.get_growth_factor() == 2
+    @pytest.mark.skipif(not shutil.which("nvidia-smi"), reason="no GPU")
+    @pytest.mark.parametrize("flags", ("", "--balance gradnorm", "--balance rlw --recompute"))
+    def test_no_step_synchronizes_a_gpu(self, stage, tmp_path, flags):
+        """Steps 3, 6 and 7 save nothing and write no line of the log."""
+        fault = "torch.cuda.set_sync_debug_mode('error' if step in (3, 6, 7) else 'default')"
+        argv = stage("pretrain", f"--amp fp16 {flags}")
+        script = driver(tmp_path, fault, log_every=5)
+        code, _, error = finish(start(script, *argv, CUDA_VISIBLE_DEVICES="0"))
+        assert code == 0, error
 
-
-@pytest.mark.parametrize("name, flags", (
-    ("pretrain", "--recompute --balance rlw"), ("pretrain", "--experts 0 --balance gradnorm"),
-    ("pretrain", "--encoding dense --objective token_cls_pixel --importance-weight 1"),
-    ("finetune", ""), ("linear", "--augment plain"), ("ep", ""), ("segment", "")))
-def test_a_step_stays_on_its_device_and_the_host_waits_for_nothing(stage, monkeypatch, name, flags):
-    """Two steps without a line of the log compute on PyTorch's "meta" device. Its tensors have a
-    device and a shape, but no values. What reads one raises an error, as do most operations that
-    mix it with another device. So this device stands in for a GPU.
-    """
-    def process(self, args, init=common.Process.__init__):
-        init(self, args)
-        self.device = torch.device("meta")
-
-    def end_step(self, step, *args, end=run.Run.end_step):
-        return end(self, step, *args) or step == 1
-    for owner, attribute, changed in (
-            (common.Process, "__init__", process), (run.Run, "end_step", end_step),
-            (run.Run, "resume", lambda run: 0), (run.Run, "save", lambda *args: None),
-            (data, "plan_steps", lambda *args: (1, 9)),
-            (torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext()),
-            (sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices",
-             lambda: ["meta"])):
-        monkeypatch.setattr(owner, attribute, changed)
-    steps = spy(monkeypatch, optim, "optimizer_step")
-    SCRIPTS[name].main(SCRIPTS[name].parse_args(stage(name, flags)))
-    assert len(steps) == 2
-
-
-# ------------------------------------------------------- pretraining equals a plain loop
 
 class Plain:
     """What plain loops share: order of images, learning rate and AdamW, all written once more."""
@@ -1872,7 +2111,7 @@ class Plain:
 
 
 def plain_pretraining(args, world=1):
-    """pretrain.main, a forward pass after the other"""
+    """What pretrain.main should do, one forward pass after another -> the loop"""
     grid = args.image_size // args.patch_size
     objectives = args.objective.split("_")
     images = data.open_images(args.data, "train", args.image_size)
@@ -1930,37 +2169,6 @@ ODD = ("--batch-size 12 --micro-batch 4 --max-steps 4 --epochs 3 --warmup-epochs
        "--min-lr 0.002 --weight-decay 0.5 --clip-grad 0.5 --drop-path 0.4 --seed 7 --experts 3 ")
 
 
-@pytest.mark.parametrize("flags", (
-    "--mask-ratio 0.6 --cls-weight 0.3 --entropy-weight 0.2 --moe-blocks 0 2 3 --loss-block 2 "
-    "--recompute",
-    "--encoding dense --objective token_cls_pixel --pixel-weight 0.3 --entropy-weight 0.3 0.1 "
-    "--importance-weight 2 --loss-weights combine",
-    "--objective token_pixel --detach --loss-block 1 3 --entropy-on combine --balance rlw",
-    "--encoding dense --objective token_pixel --balance gradnorm --gradnorm-alpha 0.5 "
-    "--gradnorm-lr 0.3",
-    "--experts 0 --objective token --drop-path 0.1 --clip-grad 0",
-    "--loss-weights uniform --image-size 48 --warmup-epochs 0 --amp fp16"))
-def test_pretraining_equals_a_plain_loop(stage, monkeypatch, flags):
-    monkeypatch.setattr(run, "LOG_EVERY", 1)
-    recomputed = spy(monkeypatch, torch.utils.checkpoint, "checkpoint")
-    argv = stage("pretrain", ODD + flags)
-    state, log = train(argv)
-    assert bool(recomputed) == ("recompute" in flags)
-    plain_pretraining(pretrain.parse_args(argv)).equals(state, log)
-
-
-@needs_loopback
-def test_two_processes_equal_a_plain_loop_over_the_images_of_both(stage, tmp_path):
-    argv = stage("pretrain", ODD + "--micro-batch 2 --balance gradnorm --gradnorm-lr 0.3")
-    run_two(driver(tmp_path), *argv)
-    plain = plain_pretraining(pretrain.parse_args(argv), world=2)
-    state, log = read_run(tmp_path / "run")
-    plain.equals(state, log)
-    assert torch.allclose(state["balance"]["initial"], plain.first)
-
-
-# ------------------------------------------- finetuning, probes, segmentation: plain loops
-
 def layerwise(depth, decay):
     """The rate of each parameter by its layer: embeddings, `depth` blocks, then the rest."""
     def rate(name):
@@ -1972,6 +2180,7 @@ def layerwise(depth, decay):
 
 
 def set_drop_path(encoder, p):
+    """Gives an encoder the rates of drop path that a stage gives it."""
     for i, block in enumerate(encoder.blocks[1:], start=1):
         block.drop_path = model.DropPath(p * i / (len(encoder.blocks) - 1))
 
@@ -2042,38 +2251,6 @@ ODD_SUPERVISED = ("--batch-size 32 --micro-batch 8 --max-steps 3 --epochs 4 --wa
                   "--save-every 1 ")
 
 
-@pytest.mark.parametrize("name, flags", (
-    ("finetune", "--recipe fr exd --expert-dropout 0.3 --layer-decay 0.4 --drop-path 0.4 "
-                 "--image-size 48"),
-    ("finetune", "--recipe fa --drop-path 0.4 --pool mean --augment plain "
-                 "--clip-grad 0"),
-    ("scratch", "--model vit_nano --image-size 32 --patch-size 8 --recipe none --drop-path 0.4"),
-    ("linear", ""), ("linear", "--pool mean --augment plain"), ("ep", "--augment plain")))
-def test_supervised_stages_equal_a_plain_loop(stage, name, flags):
-    scratch = name == "scratch"
-    script = "finetune" if scratch else name
-    argv = stage(script, ODD_SUPERVISED + flags)[scratch:]      # without the checkpoint
-    scores, state, log = play(script, argv)
-    args = SCRIPTS[script].parse_args(argv)
-    plain, trained, classify = plain_supervised(script, args)
-    plain.equals(state, log)
-    check_top1(args, state, log, trained, classify)
-    assert scores["top1"] == max(line["top1"] for line in log if "top1" in line)
-    if name in ("linear", "ep"):      # whose checkpoint holds the head, and names the encoder
-        assert state["encoder"] == args.encoder
-
-
-@needs_loopback
-def test_two_processes_finetune_as_a_plain_loop_over_the_images_of_both(stage, tmp_path):
-    argv = stage("finetune", f"{ODD_SUPERVISED} --recipe none --drop-path 0.4 --layer-decay 0.5 "
-                 "--augment plain")
-    run_two("finetune.py", *argv)
-    args = finetune.parse_args(argv)
-    plain, trained, classify = plain_supervised("finetune", args, world=2)
-    plain.equals(*read_run(tmp_path / "run"))
-    check_top1(args, *read_run(tmp_path / "run"), trained, classify)
-
-
 def plain_segmenter(args):
     """-> (what is trained, images -> UperNet's logits, of patch tokens before the final norm)"""
     common.seed_torch("weights", args.seed)
@@ -2128,253 +2305,398 @@ ODD_SEGMENT = ("--max-steps 3 --iterations 6 --warmup-iterations 2 --lr 0.003 --
                "--recipe fr exd --expert-dropout 0")
 
 
-def test_segmentation_equals_a_plain_loop(stage):
-    argv = stage("segment", ODD_SEGMENT)
-    _, state, log = play("segment", argv)
-    args = segment.parse_args(argv)
-    trained, predict = plain_segmenter(args)
-    for key, p in trained.named_parameters():
-        p.requires_grad_("mlp.router." not in key and not key.startswith("encoder.norm"))
-    scenes = segment.Scenes(args.data, "training")
-    views = segment.TrainScenes(scenes, 40, 11, args.seed)
-    plain = Plain(args, trained, scenes, views, layerwise(4, args.layer_decay))
-    for _, share, batch in plain.steps(linear=True):
-        truth = batch["annotation"].long()
-        loss = torch.zeros(())
-        for part, logits in zip((1.0, 0.4), predict(batch["image"] / 255)):
-            logits = F.interpolate(logits, (40, 40), mode="bilinear").log_softmax(1)
-            named = logits.gather(1, (truth - 1).clamp_min(0)[:, None])[:, 0]
-            loss = loss - part * (named * (truth > 0)).sum() / truth.numel()      # of all pixels
-        plain.add(share, loss=loss)
-        (share * loss).backward()
-    plain.equals(state, log)
-    miou = plain_miou(args, state, trained, predict)
-    assert log[-1]["miou"] == pytest.approx(miou, rel=1e-5)
+class TestPlainLoops:
+    @pytest.mark.parametrize("flags", (
+        "--mask-ratio 0.6 --cls-weight 0.3 --entropy-weight 0.2 --moe-blocks 0 2 3 --loss-block 2 "
+        "--recompute",
+        "--encoding dense --objective token_cls_pixel --pixel-weight 0.3 --entropy-weight 0.3 0.1 "
+        "--importance-weight 2 --loss-weights combine",
+        "--objective token_pixel --detach --loss-block 1 3 --entropy-on combine --balance rlw",
+        "--encoding dense --objective token_pixel --balance gradnorm --gradnorm-alpha 0.5 "
+        "--gradnorm-lr 0.3",
+        "--experts 0 --objective token --drop-path 0.1 --clip-grad 0",
+        "--loss-weights uniform --image-size 48 --warmup-epochs 0 --amp fp16"))
+    def test_pretraining_equals_a_plain_loop(self, stage, monkeypatch, flags):
+        monkeypatch.setattr(run, "LOG_EVERY", 1)
+        recomputed = spy(monkeypatch, torch.utils.checkpoint, "checkpoint")
+        argv = stage("pretrain", ODD + flags)
+        state, log = train(argv)
+        assert bool(recomputed) == ("recompute" in flags)
+        plain_pretraining(pretrain.parse_args(argv)).equals(state, log)
+
+    @needs_loopback
+    def test_pretraining_in_two_processes_equals_a_plain_loop(self, stage, tmp_path):
+        argv = stage("pretrain", ODD + "--micro-batch 2 --balance gradnorm --gradnorm-lr 0.3")
+        run_two(driver(tmp_path), *argv)
+        plain = plain_pretraining(pretrain.parse_args(argv), world=2)
+        state, log = read_run(tmp_path / "run")
+        plain.equals(state, log)
+        assert torch.allclose(state["balance"]["initial"], plain.first)
+
+    @pytest.mark.parametrize("name, flags", (
+        ("finetune", "--recipe fr exd --expert-dropout 0.3 --layer-decay 0.4 --drop-path 0.4 "
+                     "--image-size 48"),
+        ("finetune", "--recipe fa --drop-path 0.4 --pool mean --augment plain "
+                     "--clip-grad 0"),
+        ("scratch", "--model vit_nano --image-size 32 --patch-size 8 --recipe none "
+                    "--drop-path 0.4"),
+        ("linear", ""), ("linear", "--pool mean --augment plain"), ("ep", "--augment plain")))
+    def test_supervised_stages_equal_a_plain_loop(self, stage, name, flags):
+        scratch = name == "scratch"
+        script = "finetune" if scratch else name
+        argv = stage(script, ODD_SUPERVISED + flags)[scratch:]      # without the checkpoint
+        scores, state, log = play(script, argv)
+        args = SCRIPTS[script].parse_args(argv)
+        plain, trained, classify = plain_supervised(script, args)
+        plain.equals(state, log)
+        check_top1(args, state, log, trained, classify)
+        assert scores["top1"] == max(line["top1"] for line in log if "top1" in line)
+        if name in ("linear", "ep"):      # whose checkpoint holds the head, and names the encoder
+            assert state["encoder"] == args.encoder
+
+    @needs_loopback
+    def test_finetuning_in_two_processes_equals_a_plain_loop(self, stage, tmp_path):
+        argv = stage("finetune", f"{ODD_SUPERVISED} --recipe none --drop-path 0.4 "
+                     "--layer-decay 0.5 --augment plain")
+        run_two("finetune.py", *argv)
+        args = finetune.parse_args(argv)
+        plain, trained, classify = plain_supervised("finetune", args, world=2)
+        plain.equals(*read_run(tmp_path / "run"))
+        check_top1(args, *read_run(tmp_path / "run"), trained, classify)
+
+    def test_segmentation_equals_a_plain_loop(self, stage):
+        argv = stage("segment", ODD_SEGMENT)
+        _, state, log = play("segment", argv)
+        args = segment.parse_args(argv)
+        trained, predict = plain_segmenter(args)
+        for key, p in trained.named_parameters():
+            p.requires_grad_("mlp.router." not in key and not key.startswith("encoder.norm"))
+        scenes = segment.Scenes(args.data, "training")
+        views = segment.TrainScenes(scenes, 40, 11, args.seed)
+        plain = Plain(args, trained, scenes, views, layerwise(4, args.layer_decay))
+        for _, share, batch in plain.steps(linear=True):
+            truth = batch["annotation"].long()
+            loss = torch.zeros(())
+            for part, logits in zip((1.0, 0.4), predict(batch["image"] / 255)):
+                logits = F.interpolate(logits, (40, 40), mode="bilinear").log_softmax(1)
+                named = logits.gather(1, (truth - 1).clamp_min(0)[:, None])[:, 0]
+                loss = loss - part * (named * (truth > 0)).sum() / truth.numel()  # of all pixels
+            plain.add(share, loss=loss)
+            (share * loss).backward()
+        plain.equals(state, log)
+        miou = plain_miou(args, state, trained, predict)
+        assert log[-1]["miou"] == pytest.approx(miou, rel=1e-5)
+
+    @needs_loopback
+    def test_two_processes_evaluate_the_segmenter_that_is_saved(self, stage, tmp_path):
+        """Without an exchange, their statistics of batch normalization would differ."""
+        argv = stage("segment", f"{ODD_SEGMENT} --lr 0.01 --micro-batch 2")
+        run_two("segment.py", *argv)
+        state, log = read_run(tmp_path / "run")
+        args = segment.parse_args(argv)
+        miou = plain_miou(args, state, *plain_segmenter(args))
+        assert miou > 1 and log[-1]["miou"] == pytest.approx(miou, rel=1e-5)
 
 
-@needs_loopback
-def test_two_processes_evaluate_the_model_that_is_saved_each_on_its_share(stage, tmp_path):
-    """Without an exchange, their statistics of batch normalization would differ."""
-    argv = stage("segment", f"{ODD_SEGMENT} --lr 0.01 --micro-batch 2")
-    run_two("segment.py", *argv)
-    state, log = read_run(tmp_path / "run")
-    args = segment.parse_args(argv)
-    miou = plain_miou(args, state, *plain_segmenter(args))
-    assert miou > 1 and log[-1]["miou"] == pytest.approx(miou, rel=1e-5)
+class TestResume:
+    @pytest.mark.parametrize("name, flags, number", (
+        ("pretrain", "--balance gradnorm --gradnorm-lr 0.2 --drop-path 0.2 --micro-batch 4",
+         signal.SIGUSR1),
+        ("pretrain", "--balance rlw", signal.SIGTERM), ("finetune", "", signal.SIGTERM),
+        ("ep", "", signal.SIGINT), ("segment", "", signal.SIGUSR1)), ids=str)
+    def test_a_run_stopped_by_a_signal_equals_one_never_stopped(self, stage, monkeypatch, name,
+                                                                flags, number, capsys):
+        """It stops in the middle of an epoch, and resumes to the bit."""
+        _, whole, _ = play(name, stage(name, flags, out="whole"))
+        argv = stage(name, flags, out="parts")
+        monkeypatch.setattr(run, "LOG_EVERY", 3)
+        with monkeypatch.context() as patch:
+            at_step(patch, 1, lambda: signal.raise_signal(number))
+            assert play(name, argv)[1]["step"] == 3
+        assert f"stopped by {number.name}" in capsys.readouterr().out
+        play(name, [*argv, "--max-steps", "5", "--workers", "1"])
+        _, parts, log = play(name, argv)
+        assert parts["step"] == log[-1]["step"] == 8
+        for part in whole.keys() & {"model", "optimizer", "scaler", "balance"}:
+            torch.testing.assert_close(whole[part], parts[part], rtol=0, atol=0)
+
+    @pytest.mark.parametrize("encoding", ("sparse", "dense"))
+    def test_two_threads_add_gradients_in_the_same_order(self, encoding):
+        """Otherwise, a run that resumes would differ from one that never stopped."""
+        student = small_student(nano(image_size=64, patch_size=4, experts=2, depth=2), 60,
+                                dense=encoding == "dense", pixels=True)
+        images, targets = torch.rand(16, 3, 64, 64), torch.randn(16, 257, 60)
+        mask = torch.stack([torch.randperm(256) < 102 for _ in range(16)])
+        gradients = []
+        torch.set_num_threads(2)
+        try:
+            for _ in range(4):
+                student.zero_grad()
+                values, regularizer, _ = losses.explore_losses(
+                    student(images, mask, visible(mask)), targets, images, mask, objectives=ALL)
+                (values.sum() + regularizer).backward()
+                gradients.append([p.grad.clone() for p in student.parameters()
+                                  if p.grad is not None])
+        finally:
+            torch.set_num_threads(1)
+        for other in gradients[1:]:
+            torch.testing.assert_close(other, gradients[0], rtol=0, atol=0)
+
+    def test_a_complete_run_stays_as_it_is(self, stage, monkeypatch, tmp_path, capsys):
+        """A signal in its last step, too, leaves nothing to resume: slurm.sh would requeue it."""
+        argv = stage("pretrain", "--max-steps 9")      # it has eight
+        at_step(monkeypatch, 7, lambda: signal.raise_signal(signal.SIGUSR1))
+        assert train(argv)[0]["step"] == 8
+        assert "stopped by" not in capsys.readouterr().out
+        written = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+        assert written.keys() == {"args.json", "epoch_0000.pt", "epoch_0002.pt", "last.pt",
+                                  "log.jsonl"}
+        monkeypatch.setattr(run, "find_origin", lambda: {"torch": "9.9"})
+        train(argv)
+        assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == written
+
+    @pytest.mark.parametrize("at", (1, 2, 3, 4))
+    def test_a_kill_while_a_checkpoint_is_written_loses_no_other(self, stage, monkeypatch,
+                                                                 tmp_path, at):
+        """The kill cuts off last.pt, epoch_0000.pt, epoch_0001.pt or last.pt."""
+        argv, names = stage("pretrain", "--save-every 1"), []
+
+        def killed(state, file, save=torch.save):
+            names.append(Path(file.name).name.split(".")[0])
+            save(state, file)
+            if len(names) == at:
+                file.truncate(1000)
+                raise KeyboardInterrupt
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(torch, "save", killed)
+            train(argv)
+        assert names == ["last", "epoch_0000", "epoch_0001", "last"][:at]
+        assert at < 2 or encoders.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 0
+        train(argv)
+        files = sorted((tmp_path / "run").glob("*.pt"))
+        assert [encoders.load_checkpoint(path)["step"] for path in files] == [0, 4, 8, 8]
+        assert not list((tmp_path / "run").glob("*.tmp"))
+
+    def test_an_evaluation_is_kept_before_last_says_it_is_done(self, stage, monkeypatch):
+        """Otherwise, a kill between the two files would lose the evaluation."""
+        calls, save, write = [], run.Run.save, run.Run.write_line
+        monkeypatch.setattr(run.Run, "save", lambda run, name, *parts: (
+            calls.append(name), save(run, name, *parts)))
+        monkeypatch.setattr(run.Run, "write_line", lambda *args: (
+            calls.append("log"), write(*args)))
+        play("finetune", stage("finetune"))
+        assert calls[-5:] == ["log", "last.pt", "best.pt", "log", "last.pt"]
+
+    @pytest.mark.parametrize("name, every, done", (
+        ("finetune", 1, 4), ("segment", 8, 8)))
+    def test_what_ends_an_evaluation_costs_no_training(self, stage, photos, scenes, tmp_path,
+                                                       capsys, name, every, done):
+        """The same command evaluates again, also after the last step."""
+        root = Path(shutil.copytree(photos if name == "finetune" else scenes, tmp_path / "data"))
+        image = root / ("val/class_1/0.jpg" if name == "finetune" else "images/validation/1.jpg")
+        whole = image.read_bytes()
+        flags = f"--save-every {every} --data {root}"
+        _, expected, log = play(name, stage(name, flags, out="whole"))
+        argv = stage(name, flags)
+        break_image(image)
+        assert str(image) in refusal(capsys, name, *argv)
+        stopped, _ = read_run(tmp_path / "run")
+        assert stopped["step"] == done and stopped["evaluation_due"]
+        assert str(image) in refusal(capsys, name, *argv)
+        image.write_bytes(whole)
+
+        def without_speed(lines):
+            return [{field: value for field, value in line.items()
+                     if field not in ("images_per_second", "loader_wait")} for line in lines]
+        for _ in range(2):
+            _, state, lines = play(name, argv)
+            assert without_speed(lines) == without_speed(log)
+            assert state["best"] == expected["best"] and not state["evaluation_due"]
+            assert_same_bits(state, expected)
+
+    def test_kept_checkpoints_hold_the_model_and_what_rebuilds_it(self, stage, tmp_path):
+        train(stage("pretrain", "--save-every 1 --max-steps 3"))  # no epoch, so it keeps nothing
+        train(stage("pretrain", "--save-every 1"))
+        for epoch in (0, 1, 2):
+            kept = encoders.load_checkpoint(tmp_path / "run" / f"epoch_000{epoch}.pt")
+            assert kept["args"]["experts"] == 2
+            assert (kept["step"], kept["epoch"]) == (4 * epoch, epoch)
+            assert "optimizer" not in kept and encoders.load_encoder(kept).moe_blocks == [1, 3]
+
+    def test_the_best_checkpoint_has_the_highest_score_of_all_starts(self, stage, monkeypatch,
+                                                                     tmp_path):
+        scores = iter([(0.0, 0.0), (50.0, 90.0), (80.0, 85.0), (60.0, 99.0), (80.0, 99.0)])
+        monkeypatch.setattr(supervised, "accuracy",
+                            lambda *args: dict(zip(("top1", "top5"), next(scores))))
+        argv = stage("finetune", "--epochs 5 --save-every 1")
+        assert play("finetune", [*argv, "--max-steps", "4"])[0] == {"top1": 0.0, "top5": 0.0}
+        play("finetune", [*argv, "--max-steps", "12"])
+        best, state, log = play("finetune", argv)
+        assert best == state["best"] == {"top1": 80.0, "top5": 85.0}
+        assert [line["top1"] for line in log if "top1" in line] == [0.0, 50.0, 80.0, 60.0, 80.0]
+        best = encoders.load_checkpoint(tmp_path / "run" / "best.pt")
+        assert best["step"] == 12      # the first
+        assert best["classes"] == [f"class_{i}" for i in range(4)]  # the names of its predictions
+
+    def test_other_flags_images_or_stages_are_another_run(self, capsys, stage, photos, tmp_path):
+        argv = stage("pretrain")
+        before, _ = train([*argv, "--max-steps", "1"])
+        for name, value in (("epochs", "3"), ("lr", "0.1"), ("seed", "7"), ("batch-size", "4"),
+                            ("weight-decay", "0.1"), ("detach", None), ("entropy-weight", "5 1")):
+            flags = [f"--{name}", *(value or "").split()]
+            error = refusal(capsys, "pretrain", *argv, *flags)
+            assert re.findall(r"--(\S+) was", error) == [name]
+        fewer = shutil.copytree(photos, tmp_path / "fewer")
+        (fewer / "train" / "class_1" / "0.jpg").unlink()
+        error = refusal(capsys, "pretrain", *argv, "--data", str(fewer))
+        assert "the number of images was 32, is 31" in error
+        error = refusal(capsys, "finetune", *stage("finetune"))
+        assert "--stage was pretrain, is finetune" in error
+        assert_same_bits(before, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
+        drawn = stage("pretrain", "--data shapes --max-steps 1", out="drawn")
+        train(drawn)
+        error = refusal(capsys, "pretrain", *drawn, "--data", "shapes-noise")
+        assert error.endswith("--data was shapes, is shapes-noise")
+        tuned = stage("finetune", "--max-steps 1", out="tuned")
+        play("finetune", tuned)
+        for split in ("train", "val"):      # would change the meaning of all labels
+            shutil.copytree(Path(photos, split), tmp_path / "named" / split)
+            (tmp_path / "named" / split / "class_0").rename(tmp_path / "named" / split / "z")
+        error = refusal(capsys, "finetune", *tuned, "--data", str(tmp_path / "named"))
+        assert "class 0 was class_0, is class_1" in error
+
+    @pytest.mark.parametrize("name", ("pretrain", "linear", "finetune", "segment"))
+    def test_pretrained_weights_written_anew_are_another_run(self, capsys, stage, teacher,
+                                                             encoder, tmp_path, name):
+        """The same command may find another teacher in the same folder."""
+        path = Path(shutil.copy(teacher if name == "pretrain" else encoder, tmp_path / "x.pt"))
+        argv = [str(path) if each in (teacher, encoder) else each for each in stage(name)]
+        play(name, argv)
+        state = torch.load(path)
+        write_checkpoint(path, experts=2)
+        assert "the digest of the pretrained weights was" in refusal(capsys, name, *argv)
+        torch.save(state, path)
+        play(name, argv)      # the same weights in another file
+
+    def test_flags_for_where_how_fast_and_how_long_may_change(self, stage, photos, monkeypatch,
+                                                              tmp_path):
+        train(stage("pretrain", "--max-steps 1"))
+        (tmp_path / "run").rename(tmp_path / "moved")
+        calls = spy(monkeypatch, pretrain, "explore_losses")
+        loaders = spy(monkeypatch, data, "DataLoader")
+        copy = shutil.copytree(photos, tmp_path / "copy")
+        flags = (f"--data {copy} --amp bf16 --micro-batch 4 --recompute --no-compile --workers 1 "
+                 "--save-every 1 --max-steps 2")
+        assert train(stage("pretrain", flags, out="moved"))[0]["step"] == 2
+        assert loaders[-1].kwargs["num_workers"] == 1
+        changed = set(re.findall(r"--(\S+)", flags)) - {"no-compile"} | {"out", "compile"}
+        assert {name.replace("_", "-") for name in run.FREE_FLAGS} == changed
+        pred, targets = calls[-1].args[:2]
+        assert pred.tokens.dtype == targets.dtype == torch.bfloat16
+
+    @pytest.mark.parametrize("amp, scale", (("off", 1024.0), ("bf16", 1.0)))
+    def test_the_loss_scale_goes_on_but_not_in_another_precision(self, stage, tmp_path, amp, scale):
+        state, _ = train(stage("pretrain", "--max-steps 1"))      # --amp off
+        state["scaler"]["scale"] = 1024.0
+        torch.save(state, tmp_path / "run" / "last.pt")
+        state, _ = train(stage("pretrain", f"--max-steps 2 --amp {amp}"))
+        assert state["scaler"]["scale"] == scale
+
+    def test_a_run_of_another_version_resumes(self, stage, tmp_path, capsys):
+        """An earlier version has fewer flags and facts, and a later one more."""
+        argv = stage("finetune")
+        _, state, _ = play("finetune", [*argv, "--max-steps", "3"])
+        for name in ("val_images", "classes", "weights", "evaluation_due"):
+            del state[name]
+        del state["args"]["clip_grad"]
+        state["args"]["ema"] = 0.9
+        torch.save(state, tmp_path / "run" / "last.pt")
+        assert "--lr was" in refusal(capsys, "finetune", *argv, "--lr", "0.1")
+        assert play("finetune", argv)[1]["step"] == 8
 
 
-def test_top1_and_top5_are_counted_over_all_batches_and_processes(monkeypatch):
-    args, process = loading()
-    args.micro_batch = 3
-    process.sum = lambda hits: hits + torch.tensor([1, 1])      # another process's
-    logits = torch.eye(8)[[0, 1, 2, 3]] + torch.arange(8) * 0.01
-    views = [dict(image=torch.full((3, 8, 8), 255.0 * i), label=label)
-             for i, label in enumerate((0, 4, 3, 3))]
-    scores = supervised.accuracy(lambda images: logits[images[:, 0, 0, 0].long()], views, args,
-                                 process)
-    assert scores == {"top1": 75.0, "top5": 100.0}      # labels are 1st, 5th, 6th, 1st
+class TestSignals:
+    @pytest.mark.parametrize("number", STOP_SIGNALS)
+    def test_a_signal_to_workers_too_stops_the_run_at_the_next_line(self, stage, tmp_path, number):
+        """Terminals and torchrun send it to the group of the run. Slurm sends some signals to all
+        processes. Python 3.14 would start workers by a fork server, as is set here.
+        """
+        kills = f"subprocess.call(['sh', '-c', 'kill -{int(number)} -$PPID'])"
+        if number in (signal.SIGTERM, signal.SIGUSR1):
+            kills += f", [os.kill(p.pid, {int(number)}) for p in multiprocessing.active_children()]"
+        fault = f"step == 2 and ({kills})"
+        argv = stage("pretrain", "--batch-size 2 --workers 1")
+        method = "forkserver" if sys.platform == "linux" else None
+        first = f"import multiprocessing; multiprocessing.set_start_method({method!r}, force=True)"
+        program = driver(tmp_path, fault, log_every=11, first=first)
+        code, out, error = finish(start(program, *argv))
+        # a shell goes on to the next command after Slurm's signal alone
+        assert code == (0 if number == signal.SIGUSR1 else -number), error
+        assert "Traceback" not in error
+        assert f"stopped by {number.name}" in out
+        assert error.count("next line of the log") == 1      # no worker answers
+        assert encoders.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 11
 
+    @pytest.mark.parametrize("number, fails", tuple(zip(STOP_SIGNALS, (True, False, True, False))))
+    def test_a_signal_is_answered_and_given_back_when_main_ends(self, stage, monkeypatch, capfd,
+                                                                number, fails):
+        """In a notebook, the next interrupt belongs to somebody else."""
+        def interrupt():
+            signal.raise_signal(number)
+            said = capfd.readouterr().err
+            assert number.name in said and "next line of the log" in said
+            if fails:
+                raise ZeroDivisionError
+        at_step(monkeypatch, 1, interrupt)
+        heard = []
+        before = signal.signal(number, lambda number, frame: heard.append(number))
+        try:
+            with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+                train(stage("pretrain"))
+            assert not heard
+            signal.raise_signal(number)
+            assert heard == [number]
+        finally:
+            signal.signal(number, before)
 
-def test_drawn_shapes_are_segmented_too_and_evaluated_on_others(stage, monkeypatch):
-    """They have 11 classes and ADE20K has 150, unless --classes says otherwise."""
-    training = spy(monkeypatch, segment, "TrainScenes")
-    evaluation = spy(monkeypatch, segment, "EvalScenes")
-    for i, (flags, classes) in enumerate((("--data shapes", 11), ("", 150))):
-        argv = stage("segment", f"--max-steps 1 --seed 7 {flags}", out=str(i))
-        at = argv.index("--classes")
-        play("segment", argv[:at] + argv[at + 2:])
-        assert training[i].args[1:] == (32, classes, 7)
-        assert evaluation[i].args[1:] == (32, classes)
-    assert (training[0].args[0].stream, evaluation[0].args[0].stream) == (0, 1)
+    @pytest.mark.parametrize("name, full", (("finetune", False), pytest.param("pretrain", True,
+        marks=pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full"))))
+    def test_a_run_saves_when_nobody_reads_its_output_any_more(self, stage, monkeypatch, name,
+                                                               full):
+        """Ctrl-C in `python pretrain.py 2>&1 | tee log` ends tee first. The disk of a log may be
+        full.
+        """
+        reader, writer = os.pipe()
+        with open("/dev/full" if full else writer, "w") as output, \
+                open(os.dup(output.fileno()), "w") as errors:
+            monkeypatch.setattr(sys, "stdout", output)
+            monkeypatch.setattr(sys, "stderr", errors)
+            at_step(monkeypatch, 1, lambda: (os.close(reader), signal.raise_signal(signal.SIGUSR1)))
+            args = SCRIPTS[name].parse_args(stage(name, "--save-every 1"))
+            common.launch(SCRIPTS[name].main, args)
+        assert read_run(args.out)[0]["step"] == 4
 
+    def test_a_program_that_fails_ends_its_workers(self, stage, tmp_path):
+        """They do not listen to SIGTERM, and its error is the last line."""
+        program = driver(tmp_path, "step == 6 and 1 / 0")
+        ended = subprocess.run([sys.executable, program, *stage("pretrain", "--workers 2")],
+                               stderr=subprocess.PIPE, text=True, timeout=300)
+        assert ended.returncode == 1
+        assert ended.stderr.strip().splitlines()[-1].startswith("ZeroDivisionError")
 
-# ----------------------------------------------------- resuming, saving, being stopped
+    def test_a_second_ctrl_c_leaves_at_once(self, stage, tmp_path):
+        fault = "step == 6 and [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
+        code, _, error = finish(start(driver(tmp_path, fault), *stage("pretrain")))
+        assert code == -signal.SIGINT and "Traceback" not in error
+        assert encoders.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 4
 
-def at_step(monkeypatch, step, action):
-    """Calls `action` in the middle of one step, counted from 0 over all runs to come."""
-    steps = itertools.count()
-
-    def wrapped(*args, set_rate=optim.set_rate):
-        if next(steps) == step:
-            action()
-        set_rate(*args)
-    monkeypatch.setattr(optim, "set_rate", wrapped)
-
-
-@pytest.mark.parametrize("name, flags, number", (
-    ("pretrain", "--balance gradnorm --gradnorm-lr 0.2 --drop-path 0.2 --micro-batch 4",
-     signal.SIGUSR1),
-    ("pretrain", "--balance rlw", signal.SIGTERM), ("finetune", "", signal.SIGTERM),
-    ("ep", "", signal.SIGINT), ("segment", "", signal.SIGUSR1)), ids=str)
-def test_a_run_stopped_by_a_signal_is_the_run_that_was_never_stopped(
-        stage, monkeypatch, name, flags, number, capsys):
-    """It stops at the next line of the log, in the middle of an epoch, and resumes to the bit."""
-    _, whole, _ = play(name, stage(name, flags, out="whole"))
-    argv = stage(name, flags, out="parts")
-    monkeypatch.setattr(run, "LOG_EVERY", 3)
-    with monkeypatch.context() as patch:
-        at_step(patch, 1, lambda: signal.raise_signal(number))
-        assert play(name, argv)[1]["step"] == 3
-    assert f"stopped by {number.name}" in capsys.readouterr().out
-    play(name, [*argv, "--max-steps", "5", "--workers", "1"])
-    _, parts, log = play(name, argv)
-    assert parts["step"] == log[-1]["step"] == 8
-    for part in whole.keys() & {"model", "optimizer", "scaler", "balance"}:
-        torch.testing.assert_close(whole[part], parts[part], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("encoding", ("sparse", "dense"))
-def test_two_threads_add_gradients_in_the_same_order_every_time(encoding):
-    """Else a run that resumes would not be the run that was never stopped."""
-    student = small_student(nano(image_size=64, patch_size=4, experts=2, depth=2), 60,
-                            dense=encoding == "dense", pixels=True)
-    images, targets = torch.rand(16, 3, 64, 64), torch.randn(16, 257, 60)
-    mask = torch.stack([torch.randperm(256) < 102 for _ in range(16)])
-    gradients = []
-    torch.set_num_threads(2)
-    try:
-        for _ in range(4):
-            student.zero_grad()
-            values, regularizer, _ = losses.explore_losses(
-                student(images, mask, visible(mask)), targets, images, mask, objectives=ALL)
-            (values.sum() + regularizer).backward()
-            gradients.append([p.grad.clone() for p in student.parameters() if p.grad is not None])
-    finally:
-        torch.set_num_threads(1)
-    for other in gradients[1:]:
-        torch.testing.assert_close(other, gradients[0], rtol=0, atol=0)
-
-
-def test_a_complete_run_stays_as_it_is(stage, monkeypatch, tmp_path, capsys):
-    """A signal in its last step, too, leaves nothing to resume: slurm.sh would requeue it."""
-    argv = stage("pretrain", "--max-steps 9")      # it has eight
-    at_step(monkeypatch, 7, lambda: signal.raise_signal(signal.SIGUSR1))
-    assert train(argv)[0]["step"] == 8
-    assert "stopped by" not in capsys.readouterr().out
-    written = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    assert written.keys() == {"args.json", "epoch_0000.pt", "epoch_0002.pt", "last.pt",
-                              "log.jsonl"}
-    monkeypatch.setattr(run, "find_origin", lambda: {"torch": "9.9"})
-    train(argv)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == written
-
-
-def driver(tmp_path, fault="None", log_every=1, first=""):
-    """Writes a program that pretrains, and evaluates `fault` in the middle of each step -> its path
-
-    `fault` is an expression of `step`, counted from 1, and `rank`. `first` are lines that run
-    before the training.
-    """
-    path = tmp_path / "driver.py"
-    path.write_text(f"""
-import itertools, os, signal, subprocess, sys, time, torch
-sys.path.insert(0, {str(HERE)!r})
-import optim, common, run, pretrain
-{first}
-set_rate, steps, rank = optim.set_rate, itertools.count(1), os.environ.get("RANK")
-optim.set_rate = lambda *args: (step := next(steps), {fault}, set_rate(*args))
-run.LOG_EVERY = {log_every}
-common.launch(pretrain.main, pretrain.parse_args())
-""", "utf-8")
-    return path
-
-
-@pytest.mark.skipif(not shutil.which("nvidia-smi"), reason="no GPU")
-@pytest.mark.parametrize("flags", ("", "--balance gradnorm", "--balance rlw --recompute"))
-def test_no_step_synchronizes_a_gpu(stage, tmp_path, flags):
-    """Steps 3, 6 and 7 save nothing and write no line of the log."""
-    fault = "torch.cuda.set_sync_debug_mode('error' if step in (3, 6, 7) else 'default')"
-    argv = stage("pretrain", f"--amp fp16 {flags}")
-    script = driver(tmp_path, fault, log_every=5)
-    code, _, error = finish(start(script, *argv, CUDA_VISIBLE_DEVICES="0"))
-    assert code == 0, error
-
-
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_that_reaches_the_workers_too_stops_the_run_at_its_next_log_line(
-        stage, tmp_path, number):
-    """Terminals and torchrun send it to the group of the run. Slurm sends some to all processes.
-    Python 3.14 would start workers by a fork server, which is set here.
-    """
-    kills = f"subprocess.call(['sh', '-c', 'kill -{int(number)} -$PPID'])"
-    if number in (signal.SIGTERM, signal.SIGUSR1):
-        kills += f", [os.kill(p.pid, {int(number)}) for p in multiprocessing.active_children()]"
-    fault = f"step == 2 and ({kills})"
-    argv = stage("pretrain", "--batch-size 2 --workers 1")
-    method = "forkserver" if sys.platform == "linux" else None
-    first = f"import multiprocessing; multiprocessing.set_start_method({method!r}, force=True)"
-    program = driver(tmp_path, fault, log_every=11, first=first)
-    code, out, error = finish(start(program, *argv))
-    # a shell goes on to the next command after Slurm's signal alone
-    assert code == (0 if number == signal.SIGUSR1 else -number) and "Traceback" not in error, error
-    assert f"stopped by {number.name}" in out
-    assert error.count("next line of the log") == 1      # no worker answers
-    assert encoders.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 11
-
-
-@pytest.mark.parametrize("number, fails", tuple(zip(STOP_SIGNALS, (True, False, True, False))))
-def test_a_signal_is_answered_at_once_and_given_back_when_main_ends(stage, monkeypatch, capfd,
-                                                                    number, fails):
-    """In a notebook, the next interrupt belongs to somebody else."""
-    def interrupt():
-        signal.raise_signal(number)
-        said = capfd.readouterr().err
-        assert number.name in said and "next line of the log" in said
-        if fails:
-            raise ZeroDivisionError
-    at_step(monkeypatch, 1, interrupt)
-    heard = []
-    before = signal.signal(number, lambda number, frame: heard.append(number))
-    try:
-        with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
-            train(stage("pretrain"))
-        assert not heard
-        signal.raise_signal(number)
-        assert heard == [number]
-    finally:
-        signal.signal(number, before)
-
-
-@pytest.mark.parametrize("name, full", (("finetune", False), pytest.param(
-    "pretrain", True, marks=pytest.mark.skipif(not os.path.exists("/dev/full"), reason="macOS"))))
-def test_a_run_saves_when_nobody_reads_its_output_any_more(stage, monkeypatch, name, full):
-    """Ctrl-C in `python pretrain.py 2>&1 | tee log` ends tee first. The file of `nohup` may grow on
-    a full disk.
-    """
-    reader, writer = os.pipe()
-    with open("/dev/full" if full else writer, "w") as output, \
-            open(os.dup(output.fileno()), "w") as errors:
-        monkeypatch.setattr(sys, "stdout", output)
-        monkeypatch.setattr(sys, "stderr", errors)
-        at_step(monkeypatch, 1, lambda: (os.close(reader), signal.raise_signal(signal.SIGUSR1)))
-        args = SCRIPTS[name].parse_args(stage(name, "--save-every 1"))
-        common.launch(SCRIPTS[name].main, args)
-    assert read_run(args.out)[0]["step"] == 4
-
-
-def test_a_program_that_fails_ends_its_loaders(stage, tmp_path):
-    """They do not listen to SIGTERM, and its error is the last line."""
-    program = driver(tmp_path, "step == 6 and 1 / 0")
-    ended = subprocess.run([sys.executable, program, *stage("pretrain", "--workers 2")],
-                           stderr=subprocess.PIPE, text=True, timeout=300)
-    assert ended.returncode == 1
-    assert ended.stderr.strip().splitlines()[-1].startswith("ZeroDivisionError")
-
-
-def test_a_second_ctrl_c_leaves_at_once(stage, tmp_path):
-    fault = "step == 6 and [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
-    code, _, error = finish(start(driver(tmp_path, fault), *stage("pretrain")))
-    assert code == -signal.SIGINT and "Traceback" not in error
-    assert encoders.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 4
-
-
-@needs_loopback
-def test_two_processes_stop_together_at_a_signal_to_one_save_once_and_one_goes_on(stage, tmp_path):
-    whole, _ = train(stage("pretrain", "--drop-path 0", out="whole"))
-    argv = stage("pretrain", "--drop-path 0")
-    number = tmp_path / "number"
-    program = driver(tmp_path, "step == 3 and (stop_rank_1(), setattr(torch, 'save', save))",
-                     first=f"""
+    @needs_loopback
+    def test_two_processes_stop_together_and_save_once(self, stage, tmp_path):
+        whole, _ = train(stage("pretrain", "--drop-path 0", out="whole"))
+        argv = stage("pretrain", "--drop-path 0")
+        number = tmp_path / "number"
+        program = driver(tmp_path, "step == 3 and (stop_rank_1(), setattr(torch, 'save', save))",
+                         first=f"""
 def stop_rank_1():
     if rank == "1":
         open({str(number)!r}, "w").write(str(os.getpid()))
@@ -2386,326 +2708,74 @@ def save(*args, save=torch.save):
     os.kill(int(open({str(number)!r}).read()), signal.SIGUSR1)      # a late one
     save(*args)
 """)
-    torchrun = sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2".split()
-    code, out = run_command(*torchrun, program, *argv, stderr=subprocess.STDOUT)
-    assert code == 0 and out.count("stopped by ") == out.count("saved by ") == 1
-    assert "saved by 0" in out
-    parts, _ = train([*argv, "--max-steps", "3"])
-    assert parts["step"] == 3
-    parts, _ = train(argv)                     # another number of processes: the same curve
-    torch.testing.assert_close(whole["model"], parts["model"], rtol=1e-5, atol=1e-4)
+        torchrun = "-m torch.distributed.run --standalone --nproc_per_node 2".split()
+        code, out = run_command(sys.executable, *torchrun, program, *argv,
+                                stderr=subprocess.STDOUT)
+        assert code == 0 and out.count("stopped by ") == out.count("saved by ") == 1
+        assert "saved by 0" in out
+        parts, _ = train([*argv, "--max-steps", "3"])
+        assert parts["step"] == 3
+        parts, _ = train(argv)                     # another number of processes: the same curve
+        torch.testing.assert_close(whole["model"], parts["model"], rtol=1e-5, atol=1e-4)
 
 
-@needs_loopback
-@pytest.mark.parametrize("name, flags, said", (
-    ("pretrain", "--seed 7", "--seed was 42, is 7"), ("knn", "-k 3", "--k was 20, is 3"),
-    ("finetune", "", "class 1 was class_1, is class_1b"),
-    ("pretrain", "", "the step of last.pt was 1, is 0")))
-def test_processes_that_do_not_run_the_same_do_not_start(stage, photos, tmp_path, name, flags,
-                                                         said):
-    """Two machines, with other flags, classes or checkpoints. The names of their folders and their
-    workers may differ.
-    """
-    other = Path(shutil.copytree(photos, tmp_path / "other"))
-    if "class 1" in said:
-        for split in ("train", "val"):
-            (other / split / "class_1").rename(other / split / "class_1b")
-    elif "last.pt" in said:
-        train(stage(name, "--max-steps 1"))
-    argv = stage(name, "--workers 1")
-    moved = ["--data", str(other), "--out", str(other / "run"), "--workers", "0"]
-    for program in start_two(f"{name}.py", argv, [*argv, *flags.split(), *moved]):
-        code, _, error = finish(program)
-        line = error.strip().splitlines()[-1]
-        assert code == 2 and "Traceback" not in error, error
-        assert "rank 1" in line and said in line
-        assert not re.search("--(data|out|workers) was", line)
+class TestFolder:
+    @pytest.mark.parametrize("name", ("best.pt", "epoch_0007.pt"))
+    def test_a_folder_with_models_of_another_run_is_refused(self, stage, capsys, tmp_path, name):
+        """They belong to somebody else, or to a run whose last.pt was lost."""
+        file = tmp_path / "run" / name
+        write_text(file, "mine")
+        error = refusal(capsys, "pretrain", *stage("pretrain", "--max-steps 1"))
+        assert str(file.parent) in error and name in error
+        assert file.read_text() == "mine"
 
+    def test_a_run_that_is_started_twice_works_once(self, stage, tmp_path, capsys):
+        """Its workers, which live a little longer, do not hold the folder."""
+        fault = "step == 2 and (open('ready', 'w').close(), signal.pause())"
+        argv = stage("pretrain")
+        program, files = started = start(driver(tmp_path, fault), *argv, "--workers", "1",
+                                         folder=tmp_path)
+        while not (tmp_path / "ready").exists():
+            assert program.is_alive(), finish(started)
+            time.sleep(0.01)
+        folder = str(tmp_path / "run")
+        assert folder in refusal(capsys, "pretrain", *argv)
+        if loopback():      # both processes of another job end
+            for two in start_two("pretrain.py", argv, argv):
+                code, _, error = finish(two)
+                assert code and (folder in error or "Connection closed by peer" in error)
+        os.kill(program.pid, signal.SIGKILL)
+        program.join()
+        assert train(argv)[0]["step"] == 8
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        files.cleanup()
 
-def test_a_rank_that_is_left_over_from_another_job_means_nothing(stage, monkeypatch, capsys):
-    """Else k-NN would print nothing, and leave out a share of the images."""
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    play_knn = SCRIPTS["knn"].main(SCRIPTS["knn"].parse_args(stage("knn")))
-    assert len(play_knn) == 1 and "%" in capsys.readouterr().out
-
-
-def test_processes_wait_for_hours_while_rank_0_saves(monkeypatch):
-    group = Mock()
-    monkeypatch.setattr(common.dist, "init_process_group", group)
-    for name, value in dict(RANK="0", WORLD_SIZE="2").items():
-        monkeypatch.setenv(name, value)
-    common.Process(argparse.Namespace(amp="off"))
-    assert group.call_args.kwargs["timeout"].total_seconds() >= 3600
-
-
-@pytest.mark.parametrize("name", ("best.pt", "epoch_0007.pt"))
-def test_a_folder_with_models_that_a_new_run_would_write_over_is_refused(stage, capsys, tmp_path,
-                                                                         name):
-    """Models of somebody else, or of a run whose last.pt was lost"""
-    file = tmp_path / "run" / name
-    write_text(file, "mine")
-    error = refusal(capsys, "pretrain", *stage("pretrain", "--max-steps 1"))
-    assert str(file.parent) in error and name in error
-    assert file.read_text() == "mine"
-
-
-@pytest.mark.parametrize("at", (1, 2, 3, 4))
-def test_a_kill_while_a_checkpoint_is_written_loses_no_other(stage, monkeypatch, tmp_path, at):
-    """While last.pt, epoch_0000.pt, epoch_0001.pt or last.pt is cut off"""
-    argv, names = stage("pretrain", "--save-every 1"), []
-
-    def killed(state, file, save=torch.save):
-        names.append(Path(file.name).name.split(".")[0])
-        save(state, file)
-        if len(names) == at:
-            file.truncate(1000)
-            raise KeyboardInterrupt
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(torch, "save", killed)
-        train(argv)
-    assert names == ["last", "epoch_0000", "epoch_0001", "last"][:at]
-    assert at < 2 or encoders.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 0
-    train(argv)
-    files = sorted((tmp_path / "run").glob("*.pt"))
-    assert [encoders.load_checkpoint(path)["step"] for path in files] == [0, 4, 8, 8]
-    assert not list((tmp_path / "run").glob("*.tmp"))
-
-
-def test_an_evaluation_is_kept_before_last_says_that_it_is_done(stage, monkeypatch):
-    """Else a kill between the two files would lose it."""
-    calls, save, write = [], run.Run.save, run.Run.write_line
-    monkeypatch.setattr(run.Run, "save", lambda run, name, *parts: (
-        calls.append(name), save(run, name, *parts)))
-    monkeypatch.setattr(run.Run, "write_line", lambda *args: (calls.append("log"), write(*args)))
-    play("finetune", stage("finetune"))
-    assert calls[-5:] == ["log", "last.pt", "best.pt", "log", "last.pt"]
-
-
-def test_a_run_is_known_from_its_first_step_on(stage, monkeypatch, tmp_path):
-    """By args.json, which also says where it comes from."""
-    argv = stage("pretrain", "--entropy-weight 5 1")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        at_step(patch, 0, Mock(side_effect=KeyboardInterrupt))
-        train(argv)
-    record = json.loads((tmp_path / "run" / "args.json").read_text())
-    assert record["args"] == vars(pretrain.parse_args(argv)) and record["images"] == 32
-    for name in ("torch", "timm"):
-        assert record["origin"][name] == metadata.version(name)
-
-
-@pytest.mark.skipif(not shutil.which("git"), reason="no git")
-def test_the_commit_is_that_of_the_files_and_says_whether_they_have_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "__file__", str(tmp_path / "run.py"))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert run.find_origin()["commit"] == ""
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
-    (tmp_path / "run.py").write_text("1")
-    for words in ("init -q", "add run.py", "commit -q -m x", "tag -a v1 -m x"):
-        subprocess.run([*git, *words.split()], check=True)
-    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
-    assert run.find_origin()["commit"] == commit
-    (tmp_path / "run.py").write_text("2")
-    assert run.find_origin()["commit"] == f"{commit}+changes"
-
-
-def test_a_run_that_is_started_twice_works_once_and_goes_on_when_the_first_is_killed(
-        stage, tmp_path, capsys):
-    """Its workers, which live a little longer, do not hold the folder."""
-    fault = "step == 2 and (open('ready', 'w').close(), signal.pause())"
-    argv = stage("pretrain")
-    program, files = started = start(driver(tmp_path, fault), *argv, "--workers", "1",
-                                     folder=tmp_path)
-    while not (tmp_path / "ready").exists():
-        assert program.is_alive(), finish(started)
-        time.sleep(0.01)
-    folder = str(tmp_path / "run")
-    assert folder in refusal(capsys, "pretrain", *argv)
-    if loopback():      # both processes of another job end
-        for two in start_two("pretrain.py", argv, argv):
-            code, _, error = finish(two)
-            assert code and (folder in error or "Connection closed by peer" in error)
-    os.kill(program.pid, signal.SIGKILL)
-    program.join()
-    assert train(argv)[0]["step"] == 8
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(program.pid, signal.SIGKILL)
-    files.cleanup()
-
-
-def test_other_flags_images_or_stages_are_another_run(capsys, stage, photos, tmp_path):
-    argv = stage("pretrain")
-    before, _ = train([*argv, "--max-steps", "1"])
-    for name, value in (("epochs", "3"), ("lr", "0.1"), ("seed", "7"), ("batch-size", "4"),
-                        ("weight-decay", "0.1"), ("detach", None), ("entropy-weight", "5 1")):
-        flags = [f"--{name}", *(value or "").split()]
-        error = refusal(capsys, "pretrain", *argv, *flags)
-        assert re.findall(r"--(\S+) was", error) == [name]
-    fewer = shutil.copytree(photos, tmp_path / "fewer")
-    (fewer / "train" / "class_1" / "0.jpg").unlink()
-    error = refusal(capsys, "pretrain", *argv, "--data", str(fewer))
-    assert "the number of images was 32, is 31" in error
-    error = refusal(capsys, "finetune", *stage("finetune"))
-    assert "--stage was pretrain, is finetune" in error
-    assert_same_bits(before, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
-    drawn = stage("pretrain", "--data shapes --max-steps 1", out="drawn")
-    train(drawn)
-    error = refusal(capsys, "pretrain", *drawn, "--data", "shapes-noise")
-    assert error.endswith("--data was shapes, is shapes-noise")
-    tuned = stage("finetune", "--max-steps 1", out="tuned")
-    play("finetune", tuned)
-    for split in ("train", "val"):      # would change the meaning of all labels
-        shutil.copytree(Path(photos, split), tmp_path / "named" / split)
-        (tmp_path / "named" / split / "class_0").rename(tmp_path / "named" / split / "z")
-    error = refusal(capsys, "finetune", *tuned, "--data", str(tmp_path / "named"))
-    assert "class 0 was class_0, is class_1" in error
-
-
-@pytest.mark.parametrize("name", ("pretrain", "linear", "finetune", "segment"))
-def test_a_run_is_another_run_if_its_pretrained_weights_were_written_anew(
-        capsys, stage, teacher, encoder, tmp_path, name):
-    """The same command after another teacher was trained in the same folder."""
-    path = Path(shutil.copy(teacher if name == "pretrain" else encoder, tmp_path / "x.pt"))
-    argv = [str(path) if each in (teacher, encoder) else each for each in stage(name)]
-    play(name, argv)
-    state = torch.load(path)
-    write_checkpoint(path, experts=2)
-    assert "the digest of the pretrained weights was" in refusal(capsys, name, *argv)
-    torch.save(state, path)
-    play(name, argv)      # the same weights in another file
-
-
-def test_a_run_of_another_version_resumes_and_the_flags_of_both_are_compared(stage, tmp_path,
-                                                                             capsys):
-    """An earlier version has fewer flags and facts, and a later one more."""
-    argv = stage("finetune")
-    _, state, _ = play("finetune", [*argv, "--max-steps", "3"])
-    for name in ("val_images", "classes", "weights", "evaluation_due"):
-        del state[name]
-    del state["args"]["clip_grad"]
-    state["args"]["ema"] = 0.9
-    torch.save(state, tmp_path / "run" / "last.pt")
-    assert "--lr was" in refusal(capsys, "finetune", *argv, "--lr", "0.1")
-    assert play("finetune", argv)[1]["step"] == 8
-
-
-def test_a_log_holds_each_step_once_after_two_kills_before_the_second_checkpoint(stage,
-                                                                                monkeypatch):
-    monkeypatch.setattr(run, "LOG_EVERY", 1)
-    argv = stage("pretrain")
-    for _ in range(2):
+    def test_a_run_is_known_from_its_first_step_on(self, stage, monkeypatch, tmp_path):
+        """args.json has its flags, and says where its code comes from."""
+        argv = stage("pretrain", "--entropy-weight 5 1")
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            at_step(patch, 3, Mock(side_effect=KeyboardInterrupt))
+            at_step(patch, 0, Mock(side_effect=KeyboardInterrupt))
             train(argv)
-    assert [line["step"] for line in train(argv)[1]] == list(range(1, 9))
+        record = json.loads((tmp_path / "run" / "args.json").read_text())
+        assert record["args"] == vars(pretrain.parse_args(argv)) and record["images"] == 32
+        for name in ("torch", "timm"):
+            assert record["origin"][name] == metadata.version(name)
 
+    @pytest.mark.skipif(not shutil.which("git"), reason="no git")
+    def test_the_commit_says_whether_files_have_changes(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(run, "__file__", str(tmp_path / "run.py"))
+        monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+        assert run.find_origin()["commit"] == ""
+        git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+        (tmp_path / "run.py").write_text("1")
+        for words in ("init -q", "add run.py", "commit -q -m x", "tag -a v1 -m x"):
+            subprocess.run([*git, *words.split()], check=True)
+        commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+        assert run.find_origin()["commit"] == commit
+        (tmp_path / "run.py").write_text("2")
+        assert run.find_origin()["commit"] == f"{commit}+changes"
 
-@pytest.mark.parametrize("cut", (0, 40, None))
-def test_a_log_holds_each_step_once_and_whole_after_a_kill(stage, monkeypatch, tmp_path, cut):
-    """The kill comes after lines that no last.pt knows of, maybe in the middle of one."""
-    monkeypatch.setattr(run, "LOG_EVERY", 1)
-    argv = stage("pretrain")
-    train([*argv, "--max-steps", "2"])
-    last = (tmp_path / "run" / "last.pt").read_bytes()
-    train([*argv, "--max-steps", "5"])
-    (tmp_path / "run" / "last.pt").write_bytes(last)
-    log = (tmp_path / "run" / "log.jsonl")
-    lines = log.read_bytes().splitlines(keepends=True)
-    if cut is not None:
-        log.write_bytes(b"".join(lines[:2 if cut else 4]) + lines[-1][:cut] + b"\0\xff" * (not cut))
-    state, after = train(argv)
-    assert [line["step"] for line in after] == list(range(1, 9)) and state["step"] == 8
-    assert log.read_bytes().splitlines(keepends=True)[:2] == lines[:2]
-
-
-def test_an_empty_name_is_refused_for_its_variable_is_not_set(stage):
-    """finetune.py "$CKPT" would train from scratch."""
-    for name, argv in (("finetune", ["", *stage("finetune")[1:]]), ("segment", [""]),
-                       ("pretrain", ["--data", ""]), ("pretrain", ["--teacher="])):
-        with pytest.raises(SystemExit):
-            SCRIPTS[name].parse_args(argv)
-
-
-def test_flags_that_say_where_how_fast_or_how_long_may_change(stage, photos, monkeypatch, tmp_path):
-    train(stage("pretrain", "--max-steps 1"))
-    (tmp_path / "run").rename(tmp_path / "moved")
-    calls = spy(monkeypatch, pretrain, "explore_losses")
-    loaders = spy(monkeypatch, data, "DataLoader")
-    copy = shutil.copytree(photos, tmp_path / "copy")
-    flags = (f"--data {copy} --amp bf16 --micro-batch 4 --recompute --no-compile --workers 1 "
-             "--save-every 1 --max-steps 2")
-    assert train(stage("pretrain", flags, out="moved"))[0]["step"] == 2
-    assert loaders[-1].kwargs["num_workers"] == 1
-    changed = set(re.findall(r"--(\S+)", flags)) - {"no-compile"} | {"out", "compile"}
-    assert {name.replace("_", "-") for name in run.FREE_FLAGS} == changed
-    pred, targets = calls[-1].args[:2]
-    assert pred.tokens.dtype == targets.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("amp, scale", (("off", 1024.0), ("bf16", 1.0)))
-def test_the_scale_of_the_loss_goes_on_but_not_in_another_precision(stage, tmp_path, amp, scale):
-    state, _ = train(stage("pretrain", "--max-steps 1"))      # --amp off
-    state["scaler"]["scale"] = 1024.0
-    torch.save(state, tmp_path / "run" / "last.pt")
-    state, _ = train(stage("pretrain", f"--max-steps 2 --amp {amp}"))
-    assert state["scaler"]["scale"] == scale
-
-
-def test_kept_checkpoints_hold_the_model_and_what_rebuilds_it(stage, tmp_path):
-    train(stage("pretrain", "--save-every 1 --max-steps 3"))      # no epoch, so it keeps nothing
-    train(stage("pretrain", "--save-every 1"))
-    for epoch in (0, 1, 2):
-        kept = encoders.load_checkpoint(tmp_path / "run" / f"epoch_000{epoch}.pt")
-        assert kept["args"]["experts"] == 2
-        assert (kept["step"], kept["epoch"]) == (4 * epoch, epoch)
-        assert "optimizer" not in kept and encoders.load_encoder(kept).moe_blocks == [1, 3]
-
-
-def test_the_best_checkpoint_is_that_of_the_highest_score_also_after_a_restart(
-        stage, monkeypatch, tmp_path):
-    scores = iter([dict(top1=0.0, top5=0.0), dict(top1=50.0, top5=90.0), dict(top1=80.0, top5=85.0),
-                   dict(top1=60.0, top5=99.0), dict(top1=80.0, top5=99.0)])
-    monkeypatch.setattr(supervised, "accuracy", lambda *args: next(scores))
-    argv = stage("finetune", "--epochs 5 --save-every 1")
-    assert play("finetune", [*argv, "--max-steps", "4"])[0] == {"top1": 0.0, "top5": 0.0}
-    play("finetune", [*argv, "--max-steps", "12"])
-    best, state, log = play("finetune", argv)
-    assert best == state["best"] == {"top1": 80.0, "top5": 85.0}
-    assert [line["top1"] for line in log if "top1" in line] == [0.0, 50.0, 80.0, 60.0, 80.0]
-    best = encoders.load_checkpoint(tmp_path / "run" / "best.pt")
-    assert best["step"] == 12      # the first
-    assert best["classes"] == [f"class_{i}" for i in range(4)]      # the names of its predictions
-
-
-@pytest.mark.parametrize("name, every, done", (
-    ("finetune", 1, 4), ("segment", 8, 8)))
-def test_what_ends_an_evaluation_costs_no_training(stage, photos, scenes, tmp_path, capsys, name,
-                                                   every, done):
-    """It is made up for when the run resumes, also if it is the last one. So it is after a kill."""
-    root = Path(shutil.copytree(photos if name == "finetune" else scenes, tmp_path / "data"))
-    image = root / ("val/class_1/0.jpg" if name == "finetune" else "images/validation/1.jpg")
-    whole = image.read_bytes()
-    flags = f"--save-every {every} --data {root}"
-    _, expected, log = play(name, stage(name, flags, out="whole"))
-    argv = stage(name, flags)
-    break_image(image)
-    assert str(image) in refusal(capsys, name, *argv)
-    stopped, _ = read_run(tmp_path / "run")
-    assert stopped["step"] == done and stopped["evaluation_due"]
-    assert str(image) in refusal(capsys, name, *argv)
-    image.write_bytes(whole)
-
-    def without_speed(lines):
-        return [{field: value for field, value in line.items()
-                 if field not in ("images_per_second", "loader_wait")} for line in lines]
-    for _ in range(2):
-        _, state, lines = play(name, argv)
-        assert without_speed(lines) == without_speed(log)
-        assert state["best"] == expected["best"] and not state["evaluation_due"]
-        assert_same_bits(state, expected)
-
-
-# ------------------------------------------------------------ numbers that are not finite
 
 def nan_losses(patch, steps):
     """Makes the token loss NaN in these steps, counted from 0 over all runs to come."""
@@ -2716,448 +2786,439 @@ def nan_losses(patch, steps):
     patch.setattr(losses, "token_loss", token_loss)
 
 
-def test_a_step_whose_loss_is_not_finite_is_skipped_and_counted(stage, monkeypatch):
-    """The log's loss is the mean of the others."""
-    monkeypatch.setattr(run, "LOG_EVERY", 3)
-    _, clean = train(stage("pretrain", "--max-steps 1 --drop-path 0", out="clean"))
-    nan_losses(monkeypatch, (1, 2, 4, 5, 6))      # lines end at steps 3, 4, 6 and 8
-    state, log = train(stage("pretrain", "--drop-path 0"))
-    assert [line["skipped"] for line in log] == [2, 0, 2, 1] and state["step"] == 8
-    assert log[0]["loss"] == pytest.approx(clean[0]["loss"])
-    assert log[2]["loss"] is None and log[3]["loss"] is not None
-    assert run.is_finite(state)
+class TestNotFinite:
+    def test_a_step_whose_loss_is_not_finite_is_skipped_and_counted(self, stage, monkeypatch):
+        """The log's loss is the mean of the others."""
+        monkeypatch.setattr(run, "LOG_EVERY", 3)
+        _, clean = train(stage("pretrain", "--max-steps 1 --drop-path 0", out="clean"))
+        nan_losses(monkeypatch, (1, 2, 4, 5, 6))      # lines end at steps 3, 4, 6 and 8
+        state, log = train(stage("pretrain", "--drop-path 0"))
+        assert [line["skipped"] for line in log] == [2, 0, 2, 1] and state["step"] == 8
+        assert log[0]["loss"] == pytest.approx(clean[0]["loss"])
+        assert log[2]["loss"] is None and log[3]["loss"] is not None
+        assert run.is_finite(state)
+
+    @pytest.mark.parametrize("wrong, ends", (((0, 1, 2, 3), True), ((0, 1, 2), False),
+                                             ((1, 2, 3, 4), False), ((2, 3, 4, 5), True)))
+    def test_a_run_ends_after_a_line_of_losses_that_are_not_finite(self, stage, monkeypatch,
+                                                                   capsys, tmp_path, wrong,
+                                                                   ends):
+        """Nothing is lost: last.pt is from before, and resumes in another precision."""
+        monkeypatch.setattr(run, "LOG_EVERY", 4)
+        argv = stage("pretrain", "--batch-size 16 --epochs 4")      # lines of two steps, all epochs
+        with monkeypatch.context() as patch:
+            nan_losses(patch, wrong)
+            if ends:
+                error = refusal(capsys, "pretrain", *argv)
+                assert error.startswith(f"step {wrong[-1] + 1}: no loss of the last 4 steps")
+            else:
+                assert train(argv)[0]["step"] == 8
+        last = encoders.load_checkpoint(tmp_path / "run" / "last.pt")
+        assert run.is_finite(last) and last["step"] == (wrong[-1] - 1 if ends else 8)
+        assert train([*argv, "--amp", "bf16"])[0]["step"] == 8
+
+    @pytest.mark.parametrize("name", ("pretrain", "finetune", "segment"))
+    def test_no_checkpoint_ever_holds_a_nan(self, stage, capsys, name, tmp_path):
+        """The loss of the first step is finite. What its update makes is not."""
+        length = "" if name == "segment" else "--batch-size 32 --warmup-epochs 0"
+        error = refusal(capsys, name, *stage(name, f"--lr 1e39 --save-every 1 {length}"))
+        assert error.startswith("step 1: ") and ".pt is not written" in error
+        kept = {path.name for path in (tmp_path / "run").glob("*.pt*")}
+        assert kept == {"last.pt", "epoch_0000.pt"} if name == "pretrain" else {"last.pt"}
+        assert encoders.read_file(tmp_path / "run" / "last.pt")["step"] == 0
+
+    def test_one_nan_in_the_optimizers_state_alone_is_not_saved(self, stage, capsys,
+                                                                monkeypatch, tmp_path):
+        good, _ = train(stage("pretrain", "--max-steps 1"))
+
+        def spoil(optimizer, *args, step=optim.optimizer_step):
+            metrics = step(optimizer, *args)
+            [*optimizer.state.values()][-1]["exp_avg_sq"].view(-1)[-1] = math.nan
+            return metrics
+        monkeypatch.setattr(optim, "optimizer_step", spoil)
+        assert "last.pt" in refusal(capsys, "pretrain", *stage("pretrain", "--max-steps 2"))
+        assert_same_bits(good, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
 
 
-@pytest.mark.parametrize("wrong, ends", (((0, 1, 2, 3), True), ((0, 1, 2), False),
-                                         ((1, 2, 3, 4), False), ((2, 3, 4, 5), True)))
-def test_a_run_ends_after_as_many_losses_in_a_row_that_are_not_finite_as_a_line_has_steps(
-        stage, monkeypatch, capsys, tmp_path, wrong, ends):
-    """And nothing is lost: last.pt is from before, and goes on in another precision."""
-    monkeypatch.setattr(run, "LOG_EVERY", 4)
-    argv = stage("pretrain", "--batch-size 16 --epochs 4")      # lines of two steps, all epochs
-    with monkeypatch.context() as patch:
-        nan_losses(patch, wrong)
-        if ends:
-            error = refusal(capsys, "pretrain", *argv)
-            assert error.startswith(f"step {wrong[-1] + 1}: no loss of the last 4 steps")
-        else:
-            assert train(argv)[0]["step"] == 8
-    last = encoders.load_checkpoint(tmp_path / "run" / "last.pt")
-    assert run.is_finite(last) and last["step"] == (wrong[-1] - 1 if ends else 8)
-    assert train([*argv, "--amp", "bf16"])[0]["step"] == 8
-
-
-@pytest.mark.parametrize("name", ("pretrain", "finetune", "segment"))
-def test_no_checkpoint_ever_holds_a_nan(stage, capsys, name, tmp_path):
-    """The loss of the first step is finite. What its update makes is not."""
-    length = "" if name == "segment" else "--batch-size 32 --warmup-epochs 0"
-    error = refusal(capsys, name, *stage(name, f"--lr 1e39 --save-every 1 {length}"))
-    assert error.startswith("step 1: ") and ".pt is not written" in error
-    kept = {path.name for path in (tmp_path / "run").glob("*.pt*")}
-    assert kept == {"last.pt", "epoch_0000.pt"} if name == "pretrain" else {"last.pt"}
-    assert encoders.read_file(tmp_path / "run" / "last.pt")["step"] == 0
-
-
-def test_one_nan_in_the_optimizers_state_alone_is_not_saved(stage, capsys, monkeypatch, tmp_path):
-    good, _ = train(stage("pretrain", "--max-steps 1"))
-
-    def spoil(optimizer, *args, step=optim.optimizer_step):
-        metrics = step(optimizer, *args)
-        [*optimizer.state.values()][-1]["exp_avg_sq"].view(-1)[-1] = math.nan
-        return metrics
-    monkeypatch.setattr(optim, "optimizer_step", spoil)
-    assert "last.pt" in refusal(capsys, "pretrain", *stage("pretrain", "--max-steps 2"))
-    assert_same_bits(good, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
-
-
-# ------------------------------------------------------------------- log, flags, compiling
-
-LINE = {"step", "epoch", "lr", "loss", "grad_norm", "skipped", "memory_gib", "images_per_second",
-        "loader_wait"}
 VECTORS = {"objective_weights", "entropy", "dispatch_cv", "cls_share"}
 
 
-@pytest.mark.parametrize("name, flags, fields, scores", (
-    ("pretrain", "--objective token_cls_pixel --encoding dense --experts 3",
-     {"token", "token_spread", "token_unweighted", "token_ratio", "cls", "pixel", "pixel_spread",
-      "pixel_unweighted", "pixel_ratio", "entropy_loss", "importance_loss"} | VECTORS, None),
-    ("pretrain", "--experts 0 --objective token", {"token", "token_spread", "objective_weights"},
-     None),
-    ("finetune", "", set(), {"top1", "top5"}),
-    ("segment", "", {"main", "auxiliary"}, {"miou", "mean_accuracy", "pixel_accuracy"})))
-def test_a_line_of_the_log_has_its_fields(stage, monkeypatch, name, flags, fields, scores):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2 ** 30)
-    _, _, log = play(name, stage(name, flags))
-    if scores:      # an evaluation has a line of its own
-        last = log.pop()
-        assert last.keys() == {"step", "epoch"} | scores and last["step"] == 8
-    line = log[-1]
-    assert line.keys() == LINE | fields
-    assert (line["step"], line["memory_gib"], line["skipped"]) == (8, 3, 0)
-    if fields > VECTORS:      # of three objectives, or of three experts
-        assert all(len(line[vector]) == 3 for vector in VECTORS)
+class TestLog:
+    @pytest.mark.parametrize("name, flags, fields, scores", (
+        ("pretrain", "--objective token_cls_pixel --encoding dense --experts 3",
+         {"token", "token_spread", "token_unweighted", "token_ratio", "cls", "pixel",
+          "pixel_spread", "pixel_unweighted", "pixel_ratio", "entropy_loss",
+          "importance_loss"} | VECTORS, None),
+        ("pretrain", "--experts 0 --objective token",
+         {"token", "token_spread", "objective_weights"}, None),
+        ("finetune", "", set(), {"top1", "top5"}),
+        ("segment", "", {"main", "auxiliary"}, {"miou", "mean_accuracy", "pixel_accuracy"})))
+    def test_a_line_of_the_log_has_its_fields(self, stage, monkeypatch, name, flags, fields,
+                                              scores):
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2 ** 30)
+        _, _, log = play(name, stage(name, flags))
+        if scores:      # an evaluation has a line of its own
+            last = log.pop()
+            assert last.keys() == {"step", "epoch"} | scores and last["step"] == 8
+        line = log[-1]
+        assert line.keys() == LINE | fields
+        assert (line["step"], line["memory_gib"], line["skipped"]) == (8, 3, 0)
+        if fields > VECTORS:      # of three objectives, or of three experts
+            assert all(len(line[vector]) == 3 for vector in VECTORS)
+
+    def test_a_mean_is_over_the_steps_in_which_it_is_finite(self, stage, monkeypatch):
+        """Each number of a vector has a mean of its own."""
+        calls = itertools.count()
+
+        def explore_losses(*args, **kwargs):
+            values, regularizer, metrics = losses.explore_losses(*args, **kwargs)
+            step = next(calls)
+            metrics["entropy"] = torch.tensor([step, math.nan if step in (1, 2) else step])
+            metrics["cls_share"] = torch.full((2,), math.inf)
+            return values, regularizer, metrics
+        monkeypatch.setattr(pretrain, "explore_losses", explore_losses)
+        line, = train(stage("pretrain", "--max-steps 4"))[1]
+        assert line["entropy"] == [1.5, 1.5] and line["cls_share"] == [None, None]
+        assert line["dispatch_cv"][0] > 0
+
+    def test_the_log_keeps_no_graph_until_its_next_line(self, stage, monkeypatch):
+        def mean_metrics(self, reduce=run.Run.mean_metrics):
+            assert self.metrics
+            assert not any(x.requires_grad for values in self.metrics.values() for x in values)
+            return reduce(self)
+        monkeypatch.setattr(run.Run, "mean_metrics", mean_metrics)
+        train(stage("pretrain", "--max-steps 1"))
+
+    def test_speed_counts_no_first_step_no_evaluation_and_no_saving(self, stage, monkeypatch):
+        """The first step compiles and starts workers, also in a run that resumes, like this one."""
+        argv = stage("finetune", "--augment plain --save-every 1")
+        play("finetune", [*argv, "--max-steps", "1"])
+        clock = Mock(return_value=0.0)
+        monkeypatch.setattr(run, "time", Mock(wraps=time, perf_counter=clock))
+
+        def slow(owner, name, seconds):
+            function = getattr(owner, name)
+
+            def wrapped(*args):
+                clock.return_value += seconds()
+                return function(*args)
+            monkeypatch.setattr(owner, name, wrapped)
+        steps = itertools.count(1)
+        slow(data.TrainViews, "__getitem__", lambda: 0.5)      # 4 s for a batch of 8
+        slow(optim, "set_rate", lambda: 6 if next(steps) > 1 else 1000)
+        slow(supervised, "accuracy", lambda: 1000)
+        slow(torch, "save", lambda: 1000)
+        log = [line for line in play("finetune", argv)[2] if "lr" in line]
+        assert len(log) == 3
+        for line in log[1:]:
+            assert line["images_per_second"] == pytest.approx(8 / (4 + 6))
+            assert line["loader_wait"] == pytest.approx(4 / (4 + 6))
+
+    def test_the_log_holds_each_step_once_after_two_kills(self, stage, monkeypatch):
+        monkeypatch.setattr(run, "LOG_EVERY", 1)
+        argv = stage("pretrain")
+        for _ in range(2):
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                at_step(patch, 3, Mock(side_effect=KeyboardInterrupt))
+                train(argv)
+        assert [line["step"] for line in train(argv)[1]] == list(range(1, 9))
+
+    @pytest.mark.parametrize("cut", (0, 40, None))
+    def test_the_log_holds_each_step_once_and_whole_after_a_kill(self, stage, monkeypatch,
+                                                                 tmp_path, cut):
+        """The kill comes after lines that no last.pt knows of, maybe in the middle of one."""
+        monkeypatch.setattr(run, "LOG_EVERY", 1)
+        argv = stage("pretrain")
+        train([*argv, "--max-steps", "2"])
+        last = (tmp_path / "run" / "last.pt").read_bytes()
+        train([*argv, "--max-steps", "5"])
+        (tmp_path / "run" / "last.pt").write_bytes(last)
+        log = (tmp_path / "run" / "log.jsonl")
+        lines = log.read_bytes().splitlines(keepends=True)
+        if cut is not None:
+            log.write_bytes(b"".join(lines[:2 if cut else 4]) + lines[-1][:cut]
+                            + b"\0\xff" * (not cut))
+        state, after = train(argv)
+        assert [line["step"] for line in after] == list(range(1, 9)) and state["step"] == 8
+        assert log.read_bytes().splitlines(keepends=True)[:2] == lines[:2]
 
 
-def test_a_mean_of_the_log_is_over_the_steps_in_which_it_is_finite(stage, monkeypatch):
-    """Of each number of a vector by itself."""
-    calls = itertools.count()
+class TestFlags:
+    @pytest.mark.parametrize("name, expected", (
+        ("pretrain", dict(lr=1.5e-3, min_lr=1e-6, weight_decay=0.05, clip_grad=3.0, drop_path=0.1,
+                          seed=42, batch_size=4096, epochs=300, warmup_epochs=40, mask_ratio=0.4,
+                          model="vit_base", experts=2, objective="token_cls", encoding="sparse",
+                          entropy_weight=[5.0], cls_weight=0.4, pixel_weight=1.0, amp="fp16",
+                          teacher="ViT-B-16/openai")),
+        ("knn", dict(k=20, temperature=0.07)),
+        ("linear", dict(lr=2e-3, batch_size=2048, epochs=100, warmup_epochs=10)),
+        ("finetune", dict(lr=5e-4, layer_decay=None, drop_path=0.1, batch_size=1024, epochs=100,
+                          warmup_epochs=5, weight_decay=0.05, expert_dropout=0.4)),
+        ("segment", dict(lr=8e-5, layer_decay=0.85, iterations=160_000, batch_size=16,
+                         crop_size=512, warmup_iterations=1500))))
+    def test_the_defaults_are_the_papers(self, name, expected):
+        """The temperature of k-NN, and the crop and warm-up of segmentation, are the release's."""
+        args = vars(SCRIPTS[name].parse_args([] if name in ("pretrain", "finetune") else ["x.pt"]))
+        assert args == args | expected
 
-    def explore_losses(*args, **kwargs):
-        values, regularizer, metrics = losses.explore_losses(*args, **kwargs)
-        step = next(calls)
-        metrics["entropy"] = torch.tensor([step, math.nan if step in (1, 2) else step])
-        metrics["cls_share"] = torch.full((2,), math.inf)
-        return values, regularizer, metrics
-    monkeypatch.setattr(pretrain, "explore_losses", explore_losses)
-    line, = train(stage("pretrain", "--max-steps 4"))[1]
-    assert line["entropy"] == [1.5, 1.5] and line["cls_share"] == [None, None]
-    assert line["dispatch_cv"][0] > 0
+    @pytest.mark.parametrize("name, flags", (
+        *(("pretrain", flags) for flags in (
+            *(f"--experts 0 {flag}" for flag in (
+                "--detach", "--loss-block 3", "--loss-weights combine", "--entropy-weight 1",
+                "--entropy-on combine", "--importance-weight 1", "--moe-blocks 1")),
+            *(f"--experts 1 {flag}" for flag in (
+                "--loss-weights combine", "--entropy-on combine", "--importance-weight 1")),
+            *(f"--objective token --balance {kind}" for kind in ("gradnorm", "rlw")),
+            "--objective token --cls-weight 1", "--pixel-weight 2", "--gradnorm-lr 1",
+            "--balance gradnorm --cls-weight 1", "--balance rlw --gradnorm-alpha 1",
+            "--entropy-weight 1 2 3", "--loss-weights uniform --detach", "--mask-ratio 0.01")),
+        ("finetune", "--recipe none fr"), ("finetune", "--recipe fr --expert-dropout 0.3"),
+        ("finetune", "--model vit_tiny"), ("ep", "--pool mean")))
+    def test_a_flag_that_would_have_no_effect_is_refused(self, capsys, stage, tmp_path, name,
+                                                         flags):
+        """The error names the last flag of each line."""
+        error = refusal(capsys, name, *stage(name, flags))
+        assert f"--{flags.split('--')[-1].split()[0]}" in error
+        assert not (tmp_path / "run").exists()
 
+    def test_recipes_for_experts_need_experts(self, stage, teacher, capsys):
+        _, *argv = stage("finetune", "--recipe fa exd")
+        assert "--recipe fa exd" in refusal(capsys, "finetune", teacher, *argv)
 
-def test_the_log_keeps_no_graph_until_its_next_line(stage, monkeypatch):
-    def mean_metrics(self, reduce=run.Run.mean_metrics):
-        assert self.metrics
-        assert not any(x.requires_grad for values in self.metrics.values() for x in values)
-        return reduce(self)
-    monkeypatch.setattr(run.Run, "mean_metrics", mean_metrics)
-    train(stage("pretrain", "--max-steps 1"))
-
-
-def test_speed_and_waiting_count_no_first_step_no_evaluation_and_no_saving(stage, monkeypatch):
-    """The first step compiles and starts loaders, also in a run that resumes, as this one."""
-    argv = stage("finetune", "--augment plain --save-every 1")
-    play("finetune", [*argv, "--max-steps", "1"])
-    clock = Mock(return_value=0.0)
-    monkeypatch.setattr(run, "time", Mock(wraps=time, perf_counter=clock))
-
-    def slow(owner, name, seconds):
-        function = getattr(owner, name)
-
-        def wrapped(*args):
-            clock.return_value += seconds()
-            return function(*args)
-        monkeypatch.setattr(owner, name, wrapped)
-    steps = itertools.count(1)
-    slow(data.TrainViews, "__getitem__", lambda: 0.5)      # 4 s for a batch of 8
-    slow(optim, "set_rate", lambda: 6 if next(steps) > 1 else 1000)
-    slow(supervised, "accuracy", lambda: 1000)
-    slow(torch, "save", lambda: 1000)
-    log = [line for line in play("finetune", argv)[2] if "lr" in line]
-    assert len(log) == 3
-    for line in log[1:]:
-        assert line["images_per_second"] == pytest.approx(8 / (4 + 6))
-        assert line["loader_wait"] == pytest.approx(4 / (4 + 6))
-
-
-@pytest.mark.parametrize("name, expected", (
-    ("pretrain", dict(lr=1.5e-3, min_lr=1e-6, weight_decay=0.05, clip_grad=3.0, drop_path=0.1,
-                      seed=42, batch_size=4096, epochs=300, warmup_epochs=40, mask_ratio=0.4,
-                      model="vit_base", experts=2, objective="token_cls", encoding="sparse",
-                      entropy_weight=[5.0], cls_weight=0.4, pixel_weight=1.0, amp="fp16",
-                      teacher="ViT-B-16/openai")),
-    ("knn", dict(k=20, temperature=0.07)),
-    ("linear", dict(lr=2e-3, batch_size=2048, epochs=100, warmup_epochs=10)),
-    ("finetune", dict(lr=5e-4, layer_decay=None, drop_path=0.1, batch_size=1024, epochs=100,
-                      warmup_epochs=5, weight_decay=0.05, expert_dropout=0.4)),
-    ("segment", dict(lr=8e-5, layer_decay=0.85, iterations=160_000, batch_size=16,
-                     crop_size=512, warmup_iterations=1500))))
-def test_the_defaults_are_the_papers(name, expected):
-    """And the release's: k-NN's temperature, the crop and the warm-up of segmentation."""
-    args = vars(SCRIPTS[name].parse_args([] if name in ("pretrain", "finetune") else ["x.pt"]))
-    assert args == args | expected
+    def test_an_empty_name_is_refused_for_its_variable_is_not_set(self, stage):
+        """finetune.py "$CKPT" would train from scratch."""
+        for name, argv in (("finetune", ["", *stage("finetune")[1:]]), ("segment", [""]),
+                           ("pretrain", ["--data", ""]), ("pretrain", ["--teacher="])):
+            with pytest.raises(SystemExit):
+                SCRIPTS[name].parse_args(argv)
 
 
-@pytest.mark.parametrize("name, flags", (
-    *(("pretrain", flags) for flags in (
-        *(f"--experts 0 {flag}" for flag in (
-            "--detach", "--loss-block 3", "--loss-weights combine", "--entropy-weight 1",
-            "--entropy-on combine", "--importance-weight 1", "--moe-blocks 1")),
-        *(f"--experts 1 {flag}" for flag in (
-            "--loss-weights combine", "--entropy-on combine", "--importance-weight 1")),
-        *(f"--objective token --balance {kind}" for kind in ("gradnorm", "rlw")),
-        "--objective token --cls-weight 1", "--pixel-weight 2", "--gradnorm-lr 1",
-        "--balance gradnorm --cls-weight 1", "--balance rlw --gradnorm-alpha 1",
-        "--entropy-weight 1 2 3", "--loss-weights uniform --detach", "--mask-ratio 0.01")),
-    ("finetune", "--recipe none fr"), ("finetune", "--recipe fr --expert-dropout 0.3"),
-    ("finetune", "--model vit_tiny"), ("ep", "--pool mean")))
-def test_a_flag_that_would_have_no_effect_is_refused(capsys, stage, tmp_path, name, flags):
-    """The last one of each line is named."""
-    error = refusal(capsys, name, *stage(name, flags))
-    assert f"--{flags.split('--')[-1].split()[0]}" in error
-    assert not (tmp_path / "run").exists()
+class TestCompile:
+    @pytest.mark.parametrize("flags, backend", (
+        ("--balance gradnorm", "aot_eager"),      # it compiles backward passes, too
+        ("--objective token_cls_pixel --encoding dense --recompute", "eager")))
+    def test_compiled_training_follows_the_plain_curve(self, stage, monkeypatch, flags, backend):
+        compiled = []
+        monkeypatch.setattr(torch, "compile", lambda function, compile=torch.compile: (
+            compiled.append(function), compile(function, backend=backend))[1])
+        monkeypatch.setitem(model.PRESETS, "vit_nano", dict(dim=96, depth=2, heads=3))
+        flags = f"--drop-path 0 --max-steps 2 --micro-batch 4 {flags}"
+        plain, (plain_line,) = train(stage("pretrain", f"{flags} --no-compile", out="plain"))
+        assert not compiled
+        state, (line,) = train(stage("pretrain", f"{flags} --compile", out="compiled"))
+        assert len(compiled) == 3      # two blocks and the teacher
+        for name in ("loss", "token", "entropy_loss", "grad_norm", "objective_weights"):
+            assert plain_line[name] == pytest.approx(line[name], rel=1e-4), name
+        torch.testing.assert_close(plain["model"], state["model"], rtol=1e-5, atol=1e-4)
+
+    def test_few_graphs_serve_all_blocks_and_steps(self, stage, monkeypatch):
+        """Eleven blocks have eleven probabilities of drop path, more than torch.compile tries."""
+        graphs = []
+        calls = []
+
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return lambda *args: calls.append(graph) or graph(*args)
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+        monkeypatch.setitem(model.PRESETS, "vit_nano", dict(dim=96, depth=12, heads=3))
+        seen = []
+
+        def end_step(self, *args, end=run.Run.end_step):
+            seen.append((len(graphs), len(calls)))
+            return end(self, *args)
+        monkeypatch.setattr(run.Run, "end_step", end_step)
+        torch._dynamo.reset()
+        train(stage("pretrain", "--max-steps 4 --compile --drop-path 0.3 --recompute"))
+        compiled, called = zip(*seen)
+        assert compiled[1] == compiled[3] < 12
+        # each block twice, for its outputs are computed again, and the teacher
+        assert min(np.diff(called)) >= 12 * 2 + 1      # PyTorch 2.6 splits some in two
 
 
-def test_recipes_for_experts_need_experts(stage, teacher, capsys):
-    _, *argv = stage("finetune", "--recipe fa exd")
-    assert "--recipe fa exd" in refusal(capsys, "finetune", teacher, *argv)
+class TestKNN:
+    @pytest.mark.parametrize("temperature", (0.07, 5.0))      # at 5.0, one neighbor more would show
+    @pytest.mark.parametrize("k", (1, 6, 61))
+    def test_knn_is_the_weighted_vote_of_the_nearest(self, temperature, k):
+        bank = F.normalize(torch.randn(61, 7), dim=1)
+        queries = F.normalize(torch.randn(300, 7), dim=1)
+        labels = torch.randint(0, 4, (61,))      # of five classes, the last has no image
+        cosine = queries @ bank.T
+        near = cosine.argsort(1, descending=True)[:, :k]
+        weight = (cosine.gather(1, near).double() / temperature).exp()
+        vote = weight[..., None] * F.one_hot(labels[near], 5)
+        for chunk in (256, 300, 7):                                 # in pieces as in one
+            ours = knn.classify(queries, bank, labels, 5, k, temperature, chunk)
+            assert torch.equal(ours, vote.sum(1).argmax(1))
+        # what the smallest temperature leaves is the nearest
+        nearest = knn.classify(queries, bank, labels, 5, 20, 1e-300)
+        assert torch.equal(nearest, labels[near[:, 0]])
+
+    @pytest.mark.parametrize("pool, timms", (("cls", "token"), ("mean", "avg")))
+    def test_knn_votes_on_what_timm_pools_of_normalized_images(self, photos, encoder, tmp_path,
+                                                               monkeypatch, pool, timms):
+        from timm.layers import global_pool_nlc
+        vit = encoders.load_encoder(encoder).eval()
+        calls = spy(monkeypatch, knn, "classify")
+        flags = ["-k", "7", "--temperature", "0.05", "--out", str(tmp_path), "--pool", pool, *QUICK]
+        accuracy, = knn.main(knn.parse_args([encoder, "--data", photos, *flags]))
+        val, bank = (data.ClassFolders(photos, split) for split in ("val", "train"))
+        for images, features in zip((val, bank), calls[0].args):
+            views = torch.stack([data.center_view(image, 32) for image, _ in images]) / 255
+            tokens, _ = vit(normalized(views))
+            expected = global_pool_nlc(tokens, timms, num_prefix_tokens=1)
+            assert torch.allclose(features, F.normalize(expected, dim=1), atol=1e-5)
+        assert calls[0].args[2].tolist() == [label for _, label in bank]
+        assert calls[0].args[3:] == (4, 7, 0.05)
+        row, = map(json.loads, (tmp_path / "knn.jsonl").read_text().splitlines())
+        assert row["pool"] == pool
+        predicted = knn.classify(*calls[0].args)
+        assert accuracy == 100 * np.mean([label == p for (_, label), p in zip(val, predicted)])
+
+    @needs_loopback
+    def test_knn_prints_and_appends_the_same_rows_in_two_processes(self, photos, tmp_path, capsys):
+        (tmp_path / "other").mkdir()
+        paths = [write_checkpoint(tmp_path / "e0.pt"),
+                 write_checkpoint(tmp_path / "other" / "e2.pt", experts=2)]
+        file = torch.load(paths[1])
+        torch.save(file | {"step": 12, "epoch": 3.0}, paths[1])
+        # the largest k, unequal last batches and unequal shares
+        photos = str(shutil.copytree(photos, tmp_path / "photos"))
+        Path(photos, "val", "class_1", "0.jpg").unlink()
+        flags = ["--data", photos, "-k", "32", "--batch-size", "5", *QUICK]
+        results = knn.main(knn.parse_args([*paths, *flags]))
+        printed = capsys.readouterr().out
+        for line, top1, path in zip(printed.splitlines(), results, paths, strict=True):
+            assert line.split()[0] == f"{top1:.2f}%" and line.endswith(path)
+            assert "26.7%" in line      # chance: the largest of val/'s classes has 4 of 15 images
+        assert run_two("knn.py", *paths, *flags) == printed
+        knn.main(knn.parse_args([*paths, *flags, "--out", str(tmp_path / "all")]))
+        rows = [dict(encoder=path, step=step, epoch=epoch, data=photos, pool="cls", k=32,
+                     temperature=0.07,
+                     top1=top1) for path, step, epoch, top1 in zip(paths, (None, 12), (None, 3.0),
+                                                                   results)]
+        for out, expected in ((tmp_path, rows[:1] * 2), (tmp_path / "other", rows[1:] * 2),
+                              (tmp_path / "all", rows)):
+            lines = (out / "knn.jsonl").read_text().splitlines()
+            assert list(map(json.loads, lines)) == expected
+
+    def test_without_data_the_set_is_that_of_the_first_encoder(self, photos, encoder, tmp_path,
+                                                               monkeypatch):
+        """A set that is gone does not count."""
+        monkeypatch.setenv("IMAGENET", photos)
+        monkeypatch.setattr(knn, "knn_accuracy", Mock(return_value=(50.0, 10.0)))
+        for name in ("shapes", "gone"):
+            torch.save(torch.load(encoder) | {"args": {"data": name}}, tmp_path / f"{name}.pt")
+        trained = str(tmp_path / "shapes.pt")
+        for argv, seen in (([trained, encoder], "shapes"), ([encoder, trained], photos),
+                           (["timm/test_vit/random", trained], photos),
+                           ([str(tmp_path / "gone.pt")], photos),
+                           ([trained, "--data", photos], photos)):
+            knn.main(knn.parse_args([*argv, "--out", str(tmp_path), *QUICK]))
+            row = json.loads((tmp_path / "knn.jsonl").read_text().splitlines()[-1])
+            assert row["data"] == seen
+
+    def test_features_that_are_not_finite_have_no_accuracy(self, stage, encoder, tmp_path, capsys):
+        file = torch.load(encoder)
+        file["model"]["encoder.norm.weight"][0] = math.inf
+        torch.save(file, tmp_path / "inf.pt")
+        error = refusal(capsys, "knn", str(tmp_path / "inf.pt"), *stage("knn")[1:])
+        assert error.startswith(str(tmp_path / "inf.pt"))
+        assert not (tmp_path / "run" / "knn.jsonl").exists()
 
 
-@pytest.mark.parametrize("flags, backend", (
-    ("--balance gradnorm", "aot_eager"),      # it compiles backward passes, too
-    ("--objective token_cls_pixel --encoding dense --recompute", "eager")))
-def test_compiled_training_follows_the_plain_curve(stage, monkeypatch, flags, backend):
-    compiled = []
-    monkeypatch.setattr(torch, "compile", lambda function, compile=torch.compile: (
-        compiled.append(function), compile(function, backend=backend))[1])
-    monkeypatch.setitem(model.PRESETS, "vit_nano", dict(dim=96, depth=2, heads=3))
-    flags = f"--drop-path 0 --max-steps 2 --micro-batch 4 {flags}"
-    plain, (plain_line,) = train(stage("pretrain", f"{flags} --no-compile", out="plain"))
-    assert not compiled
-    state, (line,) = train(stage("pretrain", f"{flags} --compile", out="compiled"))
-    assert len(compiled) == 3      # two blocks and the teacher
-    for name in ("loss", "token", "entropy_loss", "grad_norm", "objective_weights"):
-        assert plain_line[name] == pytest.approx(line[name], rel=1e-4), name
-    torch.testing.assert_close(plain["model"], state["model"], rtol=1e-5, atol=1e-4)
+class TestTransfer:
+    def test_a_model_with_experts_is_finetuned_with_all_recipes(self, stage, monkeypatch):
+        calls = spy(monkeypatch, supervised, "apply_recipe")
+        argv = stage("finetune", "--max-steps 1 --weight-decay 0.1")
+        after = play("finetune", argv)[1]["model"]
+        before = encoders.load_checkpoint(argv[0])["model"]
+        assert [block.mlp.dropout for block in calls[0].args[1].blocks[1::2]] == [0.4, 0.4]
+        frozen = {name for name in before if torch.equal(before[name], after[name])}
+        assert frozen == {name for name in before
+                          if name.endswith(("router.phi", "router.scale")) or ".attn." in name}
 
+    def test_efficient_probing_is_a_query_per_slice_of_the_values(self):
+        tokens = torch.randn(2, 6, 96)
+        probe = linprobe.EfficientProbe(96, 7).eval()
+        assert probe.queries.std().item() == pytest.approx(0.02, rel=0.05)
+        for tensor in (probe.queries, probe.value.bias, probe.norm.running_mean):
+            nn.init.normal_(tensor)
+        probe.norm.running_var.uniform_(0.5, 2)
+        patches = tokens[:, 1:]
+        weights = (patches @ probe.queries.T / 96 ** 0.5).softmax(1)
+        values = probe.value(patches)
+        pooled = [(weights[:, :, q, None] * values[:, :, 3 * q:3 * q + 3]).sum(1)
+                  for q in range(32)]
+        deviation = (probe.norm.running_var + 1e-5).sqrt()
+        normed = (torch.cat(pooled, 1) - probe.norm.running_mean) / deviation
+        assert torch.allclose(probe(tokens), probe.head(normed), atol=1e-5)
 
-def test_few_graphs_serve_all_blocks_and_steps(stage, monkeypatch):
-    """Eleven blocks have eleven probabilities of drop path, more than torch.compile tries."""
-    graphs = []
-    calls = []
+    def test_rand_augment_is_timms(self):
+        import timm.data
+        transforms = timm.data.create_transform(
+            32, is_training=True, auto_augment="rand-m9-mstd0.5-inc1", hflip=0,
+            interpolation="bicubic").transforms
+        theirs = next(each for each in transforms if "RandAugment" in repr(each))
+        ours = supervised.rand_augment()
+        picture = TF.to_pil_image(Shapes("train", 32)[0][0])
+        same = 0
+        for seed in range(600):                  # none of ours fails, as posterizing to 0 bits does
+            random.seed(seed)
+            np.random.seed(seed)
+            after = ours(picture)
+            random.seed(seed)
+            np.random.seed(seed)
+            with contextlib.suppress(ValueError):
+                same += after == theirs(picture)
+        assert same > 570                        # magnitudes at timm's limit of 10 aside
 
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return lambda *args: calls.append(graph) or graph(*args)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    monkeypatch.setitem(model.PRESETS, "vit_nano", dict(dim=96, depth=12, heads=3))
-    seen = []
+    def test_strong_views_have_smaller_crops_and_a_quarter_is_erased(self, monkeypatch):
+        images = Shapes("train", 16)
+        plain = data.TrainViews(images, 8, 42)
+        strong = supervised.StrongViews(images, 8, 42, erase=True)
+        assert (plain.scale, strong.scale) == ((0.2, 1.0), (0.08, 1.0))
+        strong.scale, strong.rand_augment = plain.scale, ImageOps.invert
+        erased = spy(monkeypatch, supervised, "random_erasing")
+        for index in range(1000):
+            before = len(erased)
+            view = strong[1, index]
+            assert (view["jitter"] == 1).all()
+            if len(erased) == before:
+                assert torch.equal(255 - plain[1, index]["image"], view["image"])
+            else:
+                assert torch.equal(erased[-1].args[1], view["image"])
+        assert len(erased) / 1000 == pytest.approx(0.25, abs=0.04)
 
-    def end_step(self, *args, end=run.Run.end_step):
-        seen.append((len(graphs), len(calls)))
-        return end(self, *args)
-    monkeypatch.setattr(run.Run, "end_step", end_step)
-    torch._dynamo.reset()
-    train(stage("pretrain", "--max-steps 4 --compile --drop-path 0.3 --recompute"))
-    compiled, called = zip(*seen)
-    assert compiled[1] == compiled[3] < 12
-    # each block twice, for its outputs are computed again, and the teacher
-    assert min(np.diff(called)) >= 12 * 2 + 1      # PyTorch 2.6 splits some in two
+    def test_what_is_erased_is_2_to_33_percent_and_becomes_noise(self):
+        rng = np.random.default_rng(0)
+        sides, pixels = [], []
+        for _ in range(2000):
+            image = torch.full((3, 40, 40), 255, dtype=torch.uint8)
+            supervised.random_erasing(rng, image)
+            erased = (image != 255).any(0)
+            sides.append((erased.any(1).sum().item(), erased.any(0).sum().item()))
+            pixels.append(image[:, erased] / 255)
+        h, w = np.array(sides).T
+        quantiles = (np.quantile(h * w / 1600, (0.05, 0.5, 0.9)) - 0.02) / (1 / 3 - 0.02)
+        assert quantiles == pytest.approx([0.05, 0.5, 0.9], abs=0.015)
+        quantiles = np.quantile(np.log(h / w), (0.1, 0.5, 0.9)) / math.log(1 / 0.3)
+        assert quantiles == pytest.approx([-0.8, 0, 0.8], abs=0.06)
+        noise = torch.cat(pixels, 1).double()      # its upper end is clipped
+        assert torch.allclose(noise.corrcoef(), torch.eye(3).double(), atol=0.05)
+        assert noise.quantile(0.5, 1).tolist() == pytest.approx(model.IMAGENET_MEAN, abs=0.01)
+        below = noise.quantile(0.5, 1) - noise.quantile(0.16, 1)
+        assert below.tolist() == pytest.approx(model.IMAGENET_STD, abs=0.01)
 
-
-# ------------------------------------------------ k-NN, probes, finetuning, segmentation
-
-@pytest.mark.parametrize("temperature", (0.07, 5.0))      # at 5.0, one neighbor more would show
-@pytest.mark.parametrize("k", (1, 6, 61))
-def test_knn_is_the_weighted_vote_of_the_nearest(temperature, k):
-    bank = F.normalize(torch.randn(61, 7), dim=1)
-    queries = F.normalize(torch.randn(300, 7), dim=1)
-    labels = torch.randint(0, 4, (61,))      # of five classes, the last has no image
-    cosine = queries @ bank.T
-    near = cosine.argsort(1, descending=True)[:, :k]
-    weight = (cosine.gather(1, near).double() / temperature).exp()
-    vote = weight[..., None] * F.one_hot(labels[near], 5)
-    for chunk in (256, 300, 7):                                 # in pieces as in one
-        ours = knn.classify(queries, bank, labels, 5, k, temperature, chunk)
-        assert torch.equal(ours, vote.sum(1).argmax(1))
-    # what the smallest temperature leaves is the nearest
-    nearest = knn.classify(queries, bank, labels, 5, 20, 1e-300)
-    assert torch.equal(nearest, labels[near[:, 0]])
-
-
-@pytest.mark.parametrize("pool, timms", (("cls", "token"), ("mean", "avg")))
-def test_knn_votes_on_what_timm_pools_of_normalized_images(photos, encoder, tmp_path, monkeypatch,
-                                                           pool, timms):
-    from timm.layers import global_pool_nlc
-    vit = encoders.load_encoder(encoder).eval()
-    calls = spy(monkeypatch, knn, "classify")
-    flags = ["-k", "7", "--temperature", "0.05", "--out", str(tmp_path), "--pool", pool, *QUICK]
-    accuracy, = knn.main(knn.parse_args([encoder, "--data", photos, *flags]))
-    val, bank = (data.ClassFolders(photos, split) for split in ("val", "train"))
-    for images, features in zip((val, bank), calls[0].args):
-        views = torch.stack([data.center_view(image, 32) for image, _ in images]) / 255
-        tokens, _ = vit(normalized(views))
-        expected = global_pool_nlc(tokens, timms, num_prefix_tokens=1)
-        assert torch.allclose(features, F.normalize(expected, dim=1), atol=1e-5)
-    assert calls[0].args[2].tolist() == [label for _, label in bank]
-    assert calls[0].args[3:] == (4, 7, 0.05)
-    row, = map(json.loads, (tmp_path / "knn.jsonl").read_text().splitlines())
-    assert row["pool"] == pool
-    predicted = knn.classify(*calls[0].args)
-    assert accuracy == 100 * np.mean([label == p for (_, label), p in zip(val, predicted)])
-
-
-@needs_loopback
-def test_knn_prints_and_appends_rows_the_same_in_two_processes(photos, tmp_path, capsys):
-    (tmp_path / "other").mkdir()
-    paths = [write_checkpoint(tmp_path / "e0.pt"),
-             write_checkpoint(tmp_path / "other" / "e2.pt", experts=2)]
-    file = torch.load(paths[1])
-    torch.save(file | {"step": 12, "epoch": 3.0}, paths[1])
-    # the largest k, unequal last batches and unequal shares
-    photos = str(shutil.copytree(photos, tmp_path / "photos"))
-    Path(photos, "val", "class_1", "0.jpg").unlink()
-    flags = ["--data", photos, "-k", "32", "--batch-size", "5", *QUICK]
-    results = knn.main(knn.parse_args([*paths, *flags]))
-    printed = capsys.readouterr().out
-    for line, top1, path in zip(printed.splitlines(), results, paths, strict=True):
-        assert line.split()[0] == f"{top1:.2f}%" and line.endswith(path)
-        assert "26.7%" in line      # chance: the largest of val/'s classes has 4 of 15 images
-    assert run_two("knn.py", *paths, *flags) == printed
-    knn.main(knn.parse_args([*paths, *flags, "--out", str(tmp_path / "all")]))
-    rows = [dict(encoder=path, step=step, epoch=epoch, data=photos, pool="cls", k=32,
-                 temperature=0.07,
-                 top1=top1) for path, step, epoch, top1 in zip(paths, (None, 12), (None, 3.0),
-                                                               results)]
-    for out, expected in ((tmp_path, rows[:1] * 2), (tmp_path / "other", rows[1:] * 2),
-                          (tmp_path / "all", rows)):
-        lines = (out / "knn.jsonl").read_text().splitlines()
-        assert list(map(json.loads, lines)) == expected
-
-
-def test_without_data_knn_measures_on_what_the_first_encoder_was_trained_on(
-        photos, encoder, tmp_path, monkeypatch):
-    """If that is still there"""
-    monkeypatch.setenv("IMAGENET", photos)
-    monkeypatch.setattr(knn, "knn_accuracy", Mock(return_value=(50.0, 10.0)))
-    for name in ("shapes", "gone"):
-        torch.save(torch.load(encoder) | {"args": {"data": name}}, tmp_path / f"{name}.pt")
-    trained = str(tmp_path / "shapes.pt")
-    for argv, seen in (([trained, encoder], "shapes"), ([encoder, trained], photos),
-                       (["timm/test_vit/random", trained], photos),
-                       ([str(tmp_path / "gone.pt")], photos),
-                       ([trained, "--data", photos], photos)):
-        knn.main(knn.parse_args([*argv, "--out", str(tmp_path), *QUICK]))
-        row = json.loads((tmp_path / "knn.jsonl").read_text().splitlines()[-1])
-        assert row["data"] == seen
-
-
-def test_knn_of_features_that_are_not_finite_is_no_number(stage, encoder, tmp_path, capsys):
-    file = torch.load(encoder)
-    file["model"]["encoder.norm.weight"][0] = math.inf
-    torch.save(file, tmp_path / "inf.pt")
-    error = refusal(capsys, "knn", str(tmp_path / "inf.pt"), *stage("knn")[1:])
-    assert error.startswith(str(tmp_path / "inf.pt"))
-    assert not (tmp_path / "run" / "knn.jsonl").exists()
-
-
-def test_a_checkpoint_with_experts_is_finetuned_with_all_three_recipes(stage, monkeypatch):
-    calls = spy(monkeypatch, supervised, "apply_recipe")
-    argv = stage("finetune", "--max-steps 1 --weight-decay 0.1")
-    after = play("finetune", argv)[1]["model"]
-    before = encoders.load_checkpoint(argv[0])["model"]
-    assert [block.mlp.dropout for block in calls[0].args[1].blocks[1::2]] == [0.4, 0.4]
-    frozen = {name for name in before if torch.equal(before[name], after[name])}
-    assert frozen == {name for name in before
-                      if name.endswith(("router.phi", "router.scale")) or ".attn." in name}
-
-
-def test_efficient_probing_is_one_query_a_slice_of_the_values_of_patches():
-    tokens = torch.randn(2, 6, 96)
-    probe = linprobe.EfficientProbe(96, 7).eval()
-    assert probe.queries.std().item() == pytest.approx(0.02, rel=0.05)
-    for tensor in (probe.queries, probe.value.bias, probe.norm.running_mean):
-        nn.init.normal_(tensor)
-    probe.norm.running_var.uniform_(0.5, 2)
-    patches = tokens[:, 1:]
-    weights = (patches @ probe.queries.T / 96 ** 0.5).softmax(1)
-    values = probe.value(patches)
-    pooled = [(weights[:, :, q, None] * values[:, :, 3 * q:3 * q + 3]).sum(1) for q in range(32)]
-    deviation = (probe.norm.running_var + 1e-5).sqrt()
-    normed = (torch.cat(pooled, 1) - probe.norm.running_mean) / deviation
-    assert torch.allclose(probe(tokens), probe.head(normed), atol=1e-5)
-
-
-def test_rand_augment_is_timms():
-    import timm.data
-    transforms = timm.data.create_transform(
-        32, is_training=True, auto_augment="rand-m9-mstd0.5-inc1", hflip=0,
-        interpolation="bicubic").transforms
-    theirs = next(each for each in transforms if "RandAugment" in repr(each))
-    ours = supervised.rand_augment()
-    picture = TF.to_pil_image(Shapes("train", 32)[0][0])
-    same = 0
-    for seed in range(600):                  # none of ours fails, as posterizing to 0 bits does
-        random.seed(seed)
-        np.random.seed(seed)
-        after = ours(picture)
-        random.seed(seed)
-        np.random.seed(seed)
-        with contextlib.suppress(ValueError):
-            same += after == theirs(picture)
-    assert same > 570                        # magnitudes at timm's limit of 10 aside
-
-
-def test_strong_views_augment_smaller_crops_and_erase_a_quarter(monkeypatch):
-    images = Shapes("train", 16)
-    plain = data.TrainViews(images, 8, 42)
-    strong = supervised.StrongViews(images, 8, 42, erase=True)
-    assert (plain.scale, strong.scale) == ((0.2, 1.0), (0.08, 1.0))
-    strong.scale, strong.rand_augment = plain.scale, ImageOps.invert
-    erased = spy(monkeypatch, supervised, "random_erasing")
-    for index in range(1000):
-        before = len(erased)
-        view = strong[1, index]
-        assert (view["jitter"] == 1).all()
-        if len(erased) == before:
-            assert torch.equal(255 - plain[1, index]["image"], view["image"])
-        else:
-            assert torch.equal(erased[-1].args[1], view["image"])
-    assert len(erased) / 1000 == pytest.approx(0.25, abs=0.04)
-
-
-def test_what_is_erased_is_2_to_33_percent_of_an_image_and_becomes_noise():
-    rng = np.random.default_rng(0)
-    sides, pixels = [], []
-    for _ in range(2000):
-        image = torch.full((3, 40, 40), 255, dtype=torch.uint8)
-        supervised.random_erasing(rng, image)
-        erased = (image != 255).any(0)
-        sides.append((erased.any(1).sum().item(), erased.any(0).sum().item()))
-        pixels.append(image[:, erased] / 255)
-    h, w = np.array(sides).T
-    quantiles = (np.quantile(h * w / 1600, (0.05, 0.5, 0.9)) - 0.02) / (1 / 3 - 0.02)
-    assert quantiles == pytest.approx([0.05, 0.5, 0.9], abs=0.015)
-    quantiles = np.quantile(np.log(h / w), (0.1, 0.5, 0.9)) / math.log(1 / 0.3)
-    assert quantiles == pytest.approx([-0.8, 0, 0.8], abs=0.06)
-    noise = torch.cat(pixels, 1).double()      # its upper end is clipped
-    assert torch.allclose(noise.corrcoef(), torch.eye(3).double(), atol=0.05)
-    assert noise.quantile(0.5, 1).tolist() == pytest.approx(model.IMAGENET_MEAN, abs=0.01)
-    below = noise.quantile(0.5, 1) - noise.quantile(0.16, 1)
-    assert below.tolist() == pytest.approx(model.IMAGENET_STD, abs=0.01)
-
-
-def test_upernet_is_a_pooled_top_a_pyramid_from_the_top_down_and_an_auxiliary_head():
-    net = segment.UperNet(6, 5, 8).double().eval()
-    maps = [randn(2, 6, 4, 4) for _ in range(4)]
-    for parameter in net.parameters():
-        nn.init.normal_(parameter, std=0.3)
-
-    def resize(x, like):
-        return F.interpolate(x, like.shape[2:], mode="bilinear", align_corners=False)
-    a, b, c, d = (stride(x) for stride, x in zip(net.strides, maps))
-    assert [x.shape[2] for x in (a, b, c, d)] == [16, 8, 4, 2]
-    assert torch.equal(c, maps[2])
-    assert torch.equal(d, F.max_pool2d(maps[3], 2))
-    pooled = [resize(conv(F.adaptive_avg_pool2d(d, bins)), d)
-              for bins, (_, conv) in zip((1, 2, 3, 6), net.pyramid)]
-    top = net.bottleneck(torch.cat([d, *pooled], 1))
-    third = net.lateral[2](c) + resize(top, c)
-    second = net.lateral[1](b) + resize(third, b)
-    first = net.lateral[0](a) + resize(second, a)
-    outputs = [output(x) for output, x in zip(net.output, (first, second, third), strict=True)]
-    fused = net.fuse(torch.cat([resize(x, first) for x in (*outputs, top)], 1))
-    logits, auxiliary = net(maps)
-    assert torch.allclose(logits, net.classify[1](fused))
-    assert torch.allclose(auxiliary, net.auxiliary[2](net.auxiliary[0](maps[2])))
-    for dropout in (net.classify[0], net.auxiliary[1]):
-        dropped = dropout.train()(torch.ones(200, 7, 3, 5))
-        assert (dropped == dropped[:, :, :1, :1]).all()      # whole channels of an image
-        assert (dropped == 0).float().mean().item() == pytest.approx(0.1, abs=0.03)
-
-
-def test_features_come_from_the_blocks_that_the_release_takes():
-    assert segment.feature_blocks(12) == [3, 5, 7, 11]
-    assert segment.feature_blocks(24) == [7, 11, 15, 23]
-
-
-def test_scores_of_a_hand_counted_case():
-    annotation = torch.tensor([[1, 1, 1, 2], [2, 2, 0, 0], [4, 4, 4, 4]])      # 0 is ignored
-    predicted = torch.tensor([[0, 0, 1, 1], [1, 0, 4, 2], [3, 3, 3, 0]])
-    matrix = segment.confusion(predicted, annotation.byte(), 5)
-    assert matrix[0].tolist() == [0, 0, 1, 0, 1]
-    assert segment.score(matrix[1:]) == pytest.approx({      # of classes 1, 2 and 4
-        "miou": 100 * (2 / 5 + 2 / 4 + 3 / 4) / 3, "pixel_accuracy": 70,
-        "mean_accuracy": 100 * (2 / 3 + 2 / 3 + 3 / 4) / 3})
+    def test_top1_and_top5_are_counted_over_all_processes(self, monkeypatch):
+        args, process = loading()
+        args.micro_batch = 3
+        process.sum = lambda hits: hits + torch.tensor([1, 1])      # another process's
+        logits = torch.eye(8)[[0, 1, 2, 3]] + torch.arange(8) * 0.01
+        views = [dict(image=torch.full((3, 8, 8), 255.0 * i), label=label)
+                 for i, label in enumerate((0, 4, 3, 3))]
+        scores = supervised.accuracy(lambda images: logits[images[:, 0, 0, 0].long()], views, args,
+                                     process)
+        assert scores == {"top1": 75.0, "top5": 100.0}      # labels are 1st, 5th, 6th, 1st
 
 
 class Scene:
@@ -3178,119 +3239,12 @@ class Scene:
         return self.shade.clone()
 
 
-def test_an_evaluation_says_what_is_not_labeled(monkeypatch):
-    said = []
-    monkeypatch.setattr(common, "note", said.append)
-    scene = Scene()
-    views = segment.EvalScenes(scene, 40, 9)
-
-    def evaluate():
-        segment.evaluate_scenes(lambda images: [images.new_zeros(1, 9, 2, 2)], views, *loading())
-    scene.shade[:15] = 0
-    evaluate()
-    assert "25.0%" in said[0] and "7 of 9 classes" in said.pop()
-    scene.shade[:] = torch.arange(80) % 9 + 1
-    evaluate()
-    assert not said
-
-
-def test_scene_views_resize_and_move_image_and_annotation_together(monkeypatch):
-    views = segment.TrainScenes(Scene(), 40, 9, seed=3)
-    sizes = spy(monkeypatch, TF, "resize")
-    padding = torch.tensor([124, 116, 104])      # ImageNet's mean
-    seen = set()
-    for epoch in range(60):
-        view = views[epoch, 0]
-        torch.testing.assert_close(view, views[epoch, 0], rtol=0, atol=0)
-        assert view["image"].shape == (3, 40, 40)
-        bright = view["image"].float().mean(0)
-        classes = view["annotation"]
-        seen |= set(classes.unique().tolist())
-        assert (padding == view["image"][:, classes == 0].T).all()
-        if (classes == 1).sum() > 50 and (classes == 9).sum() > 50:
-            assert bright[classes == 9].mean() > bright[classes == 1].mean() + 40
-    assert seen == {0, 1, 9}                     # 0 is what padding adds
-    shorts = [each.args[1] for each in sizes[::2]]      # the image's, not the annotation's
-    assert 20 <= min(shorts) < 23 and 77 < max(shorts) <= 80      # half the crop up to twice
-
-
-def test_scenes_are_flipped_and_distorted(monkeypatch):
-    scene = Scene()
-    scene.shade[:, :10] = 2
-    monkeypatch.setattr(segment, "scene_crop", lambda rng, classes, crop: (0, 0))
-    monkeypatch.setattr(segment, "photometric_distortion",
-                        lambda rng, image: torch.full_like(image, 77))
-    views = [segment.TrainScenes(scene, 40, 9, seed=3)[epoch, 0] for epoch in range(40)]
-    assert 10 < sum(view["annotation"][0, 0].item() != 2 for view in views) < 30
-    assert all((view["image"][:, view["annotation"] > 0] == 77).all() for view in views)
-
-
 def distort(image, offset, contrast, saturation, turn, first=True):
+    """Distorts an image by these draws -> (the image, the ranges that they came from)"""
     rng = Mock(uniform=Mock(side_effect=[offset, contrast, saturation, turn]),
                random=Mock(side_effect=[0.25, 0.25, 0.25 if first else 0.75, 0.25, 0.25]))
     image = segment.photometric_distortion(rng, image)
     return image, [each.args for each in rng.uniform.call_args_list]
-
-
-def test_photometric_distortion_is_mmsegmentations():
-    """Offset, contrast, then saturation and hue in HSV; each with probability 0.5."""
-    byte = np.arange(256)
-    gray = torch.from_numpy(byte.astype(np.uint8)).expand(3, 1, 256)
-    for offset, contrast, first in itertools.product((-32.0, 0.0, 32.0), (0.5, 1.0, 1.5),
-                                                      (True, False)):
-        expected = np.clip(np.clip(byte + offset, 0, 255) * contrast, 0, 255).astype(np.uint8)
-        found, ranges = distort(gray, offset, contrast, 1.0, 0.0, first)
-        assert (found.numpy() == expected).all(), (offset, contrast, first)
-    assert ranges == [(-32, 32), (0.5, 1.5), (0.5, 1.5), (-0.1, 0.1)]
-    colors = np.stack([byte, byte * 7 % 256, 0 * byte + 200], -1)[None].astype(np.uint8)
-    image = TF.pil_to_tensor(Image.fromarray(colors, "HSV").convert("RGB"))
-    h, s, v = np.moveaxis(np.array(TF.to_pil_image(image).convert("HSV")).astype(int), 2, 0)
-    for turn, steps, saturation in ((0.1, 26, 1.5), (-0.1, -26, 0.5)):      # 25.6 of 256
-        turned = (h + steps) % 256, np.rint(s * saturation).clip(0, 255), v
-        expected = Image.fromarray(np.stack(turned, -1).astype(np.uint8), "HSV").convert("RGB")
-        found, _ = distort(image, 0.0, 1.0, saturation, turn)
-        assert torch.equal(found, TF.pil_to_tensor(expected))
-
-
-@pytest.mark.parametrize("left, drawn, first", (
-    (171, 1, 1), (170, 11, 1), (189, 1, 1), (190, 11, 1), (180, 11, 0)))
-def test_a_crop_of_nearly_one_class_is_drawn_again_ten_times_at_most(left, drawn, first):
-    annotation = torch.ones(1, 40, 400, dtype=torch.uint8)
-    annotation[..., 200:] = 2
-    annotation[..., :200] = first              # what is not labeled does not count
-    rng = Mock(integers=Mock(side_effect=[0, left] * 11))
-    assert segment.scene_crop(rng, annotation, 40) == (0, left)
-    assert rng.integers.call_count == 2 * drawn
-    assert rng.integers.call_args.args == (361,)
-
-
-def test_classes_that_count_from_0_are_read_as_those_that_count_from_1(
-        stage, scenes, tmp_path, monkeypatch):
-    shutil.copytree(scenes, tmp_path / "scenes")
-    path = tmp_path / "scenes" / "annotations" / "training" / "1.png"
-    classes = np.array(Image.open(path))
-    classes[0] = 0                               # ignored
-    for zero_is_class, content in ((False, classes),
-                                   (True, np.where(classes == 0, 255, classes - 1))):
-        Image.fromarray(content.astype(np.uint8)).save(path)
-        found = segment.Scenes(str(tmp_path / "scenes"), "training", zero_is_class)
-        assert found.annotation(1).tolist() == classes.tolist()
-    opened = spy(monkeypatch, segment, "Scenes")
-    play("segment", stage("segment", "--max-steps 1 --zero-is-class --classes 255"))
-    assert [each.args[1:] for each in opened] == [("training", True), ("validation", True)]
-
-
-@pytest.mark.parametrize("turn", (0, 1, 2, 8, 9))      # 0 and 9 mean nothing
-def test_an_image_that_its_exif_tag_turns_and_not_its_annotation_is_named(scenes, tmp_path, turn):
-    """Upside down, it would have wrong labels, and nothing would say so."""
-    root = Path(shutil.copytree(scenes, tmp_path / "scenes"))
-    path = root / "images/training/2.jpg"
-    exif = Image.Exif()
-    exif[0x0112] = turn
-    Image.open(path).save(path, exif=exif)
-    named = pytest.raises(common.UserError, match=f"{path} .*it is {turn}")
-    with contextlib.nullcontext() if turn in (0, 1, 9) else named:
-        segment.Scenes(str(root), "training").annotation(2)
 
 
 def four_bit_png(pixels):
@@ -3306,48 +3260,177 @@ def four_bit_png(pixels):
             + chunk(b"IDAT", zlib.compress(rows.astype(np.uint8).tobytes())) + chunk(b"IEND", b""))
 
 
-@pytest.mark.parametrize("content, expected", (
-    (np.zeros((50, 72, 3)), "it is RGB"), (4, "it is L;4"), (np.zeros((7, 9)), "shape (7, 9)"),
-    (np.full((36, 72), 12), "--classes 11")),
-    ids=("in color", "of four bits", "of another shape", "with more classes"))
-def test_an_annotation_that_cannot_be_right_is_named(scenes, tmp_path, content, expected):
-    root = Path(shutil.copytree(scenes, tmp_path / "scenes"))
-    path = root / "annotations/training/3.png"
-    if isinstance(content, int):
-        path.write_bytes(four_bit_png(np.array(Image.open(path))))
-        assert np.array(Image.open(path)).max() > 11      # Pillow scales them
-    else:
-        Image.fromarray(content.astype(np.uint8)).save(path)
-    views = segment.TrainScenes(segment.Scenes(str(root), "training"), 32, 11, 7)
-    with pytest.raises(common.UserError, match=re.escape(expected)) as caught:
-        views[0, 3]
-    assert str(path) in str(caught.value)
+class TestSegmentation:
+    def test_upernet_is_a_pooled_top_a_pyramid_and_an_auxiliary_head(self):
+        net = segment.UperNet(6, 5, 8).double().eval()
+        maps = [randn(2, 6, 4, 4) for _ in range(4)]
+        for parameter in net.parameters():
+            nn.init.normal_(parameter, std=0.3)
 
+        def resize(x, like):
+            return F.interpolate(x, like.shape[2:], mode="bilinear", align_corners=False)
+        a, b, c, d = (stride(x) for stride, x in zip(net.strides, maps))
+        assert [x.shape[2] for x in (a, b, c, d)] == [16, 8, 4, 2]
+        assert torch.equal(c, maps[2])
+        assert torch.equal(d, F.max_pool2d(maps[3], 2))
+        pooled = [resize(conv(F.adaptive_avg_pool2d(d, bins)), d)
+                  for bins, (_, conv) in zip((1, 2, 3, 6), net.pyramid)]
+        top = net.bottleneck(torch.cat([d, *pooled], 1))
+        third = net.lateral[2](c) + resize(top, c)
+        second = net.lateral[1](b) + resize(third, b)
+        first = net.lateral[0](a) + resize(second, a)
+        outputs = [output(x) for output, x in zip(net.output, (first, second, third), strict=True)]
+        fused = net.fuse(torch.cat([resize(x, first) for x in (*outputs, top)], 1))
+        logits, auxiliary = net(maps)
+        assert torch.allclose(logits, net.classify[1](fused))
+        assert torch.allclose(auxiliary, net.auxiliary[2](net.auxiliary[0](maps[2])))
+        for dropout in (net.classify[0], net.auxiliary[1]):
+            dropped = dropout.train()(torch.ones(200, 7, 3, 5))
+            assert (dropped == dropped[:, :, :1, :1]).all()      # whole channels of an image
+            assert (dropped == 0).float().mean().item() == pytest.approx(0.1, abs=0.03)
 
-# ------------------------------------------------------------------------------ analyze
+    def test_features_come_from_the_blocks_that_the_release_takes(self):
+        assert segment.feature_blocks(12) == [3, 5, 7, 11]
+        assert segment.feature_blocks(24) == [7, 11, 15, 23]
 
-def test_the_silhouette_is_that_of_the_definition():
-    features = 1000 + randn(41, 4)
-    three = torch.arange(41) % 3
-    three[7] = 5                                                # alone in its cluster: counts 0
-    for labels in (three, (torch.arange(41) < 2).int()):        # a cluster of two
-        values = []
-        for i, label in enumerate(labels.tolist()):
-            distance = (features - features[i]).norm(dim=1)
-            others = torch.arange(41) != i
-            mean = {c: distance[(labels == c) & others].mean().item() for c in labels.tolist()}
-            a = mean.pop(label)
-            b = min(mean.values())
-            values.append((b - a) / max(a, b) if (labels == label).sum() > 1 else 0)
-        assert analyze.silhouette(features, labels) == pytest.approx(np.mean(values), rel=1e-6)
-        assert analyze.silhouette(features.float(), labels) == pytest.approx(np.mean(values), 1e-2)
-    assert analyze.silhouette(features, torch.zeros_like(labels)) == 0      # of one cluster
-    assert analyze.silhouette(torch.zeros_like(features), labels) == 0      # of one point
+    def test_scores_of_a_hand_counted_case(self):
+        annotation = torch.tensor([[1, 1, 1, 2], [2, 2, 0, 0], [4, 4, 4, 4]])      # 0 is ignored
+        predicted = torch.tensor([[0, 0, 1, 1], [1, 0, 4, 2], [3, 3, 3, 0]])
+        matrix = segment.confusion(predicted, annotation.byte(), 5)
+        assert matrix[0].tolist() == [0, 0, 1, 0, 1]
+        assert segment.score(matrix[1:]) == pytest.approx({      # of classes 1, 2 and 4
+            "miou": 100 * (2 / 5 + 2 / 4 + 3 / 4) / 3, "pixel_accuracy": 70,
+            "mean_accuracy": 100 * (2 / 3 + 2 / 3 + 3 / 4) / 3})
 
+    def test_an_evaluation_says_what_is_not_labeled(self, monkeypatch):
+        said = []
+        monkeypatch.setattr(common, "note", said.append)
+        scene = Scene()
+        views = segment.EvalScenes(scene, 40, 9)
 
-def test_json_has_no_word_for_nan():
-    found = common.rounded({"a": [math.nan, 1, {"b": math.inf}], "c": "x", "d": 0.1234567})
-    assert found == {"a": [None, 1, {"b": None}], "c": "x", "d": 0.123457}
+        def evaluate():
+            segment.evaluate_scenes(lambda images: [images.new_zeros(1, 9, 2, 2)], views,
+                                    *loading())
+        scene.shade[:15] = 0
+        evaluate()
+        assert "25.0%" in said[0] and "7 of 9 classes" in said.pop()
+        scene.shade[:] = torch.arange(80) % 9 + 1
+        evaluate()
+        assert not said
+
+    def test_views_resize_and_move_image_and_annotation_together(self, monkeypatch):
+        views = segment.TrainScenes(Scene(), 40, 9, seed=3)
+        sizes = spy(monkeypatch, TF, "resize")
+        padding = torch.tensor([124, 116, 104])      # ImageNet's mean
+        seen = set()
+        for epoch in range(60):
+            view = views[epoch, 0]
+            torch.testing.assert_close(view, views[epoch, 0], rtol=0, atol=0)
+            assert view["image"].shape == (3, 40, 40)
+            bright = view["image"].float().mean(0)
+            classes = view["annotation"]
+            seen |= set(classes.unique().tolist())
+            assert (padding == view["image"][:, classes == 0].T).all()
+            if (classes == 1).sum() > 50 and (classes == 9).sum() > 50:
+                assert bright[classes == 9].mean() > bright[classes == 1].mean() + 40
+        assert seen == {0, 1, 9}                     # 0 is what padding adds
+        shorts = [each.args[1] for each in sizes[::2]]      # the image's, not the annotation's
+        assert 20 <= min(shorts) < 23 and 77 < max(shorts) <= 80      # half the crop up to twice
+
+    def test_scenes_are_flipped_and_distorted(self, monkeypatch):
+        scene = Scene()
+        scene.shade[:, :10] = 2
+        monkeypatch.setattr(segment, "scene_crop", lambda rng, classes, crop: (0, 0))
+        monkeypatch.setattr(segment, "photometric_distortion",
+                            lambda rng, image: torch.full_like(image, 77))
+        views = [segment.TrainScenes(scene, 40, 9, seed=3)[epoch, 0] for epoch in range(40)]
+        assert 10 < sum(view["annotation"][0, 0].item() != 2 for view in views) < 30
+        assert all((view["image"][:, view["annotation"] > 0] == 77).all() for view in views)
+
+    def test_photometric_distortion_is_mmsegmentations(self):
+        """Offset, contrast, then saturation and hue in HSV; each with probability 0.5."""
+        byte = np.arange(256)
+        gray = torch.from_numpy(byte.astype(np.uint8)).expand(3, 1, 256)
+        for offset, contrast, first in itertools.product((-32.0, 0.0, 32.0), (0.5, 1.0, 1.5),
+                                                          (True, False)):
+            expected = np.clip(np.clip(byte + offset, 0, 255) * contrast, 0, 255).astype(np.uint8)
+            found, ranges = distort(gray, offset, contrast, 1.0, 0.0, first)
+            assert (found.numpy() == expected).all(), (offset, contrast, first)
+        assert ranges == [(-32, 32), (0.5, 1.5), (0.5, 1.5), (-0.1, 0.1)]
+        colors = np.stack([byte, byte * 7 % 256, 0 * byte + 200], -1)[None].astype(np.uint8)
+        image = TF.pil_to_tensor(Image.fromarray(colors, "HSV").convert("RGB"))
+        h, s, v = np.moveaxis(np.array(TF.to_pil_image(image).convert("HSV")).astype(int), 2, 0)
+        for turn, steps, saturation in ((0.1, 26, 1.5), (-0.1, -26, 0.5)):      # 25.6 of 256
+            turned = (h + steps) % 256, np.rint(s * saturation).clip(0, 255), v
+            expected = Image.fromarray(np.stack(turned, -1).astype(np.uint8), "HSV").convert("RGB")
+            found, _ = distort(image, 0.0, 1.0, saturation, turn)
+            assert torch.equal(found, TF.pil_to_tensor(expected))
+
+    @pytest.mark.parametrize("left, drawn, first", (
+        (171, 1, 1), (170, 11, 1), (189, 1, 1), (190, 11, 1), (180, 11, 0)))
+    def test_a_crop_of_nearly_one_class_is_drawn_again_ten_times(self, left, drawn, first):
+        annotation = torch.ones(1, 40, 400, dtype=torch.uint8)
+        annotation[..., 200:] = 2
+        annotation[..., :200] = first              # what is not labeled does not count
+        rng = Mock(integers=Mock(side_effect=[0, left] * 11))
+        assert segment.scene_crop(rng, annotation, 40) == (0, left)
+        assert rng.integers.call_count == 2 * drawn
+        assert rng.integers.call_args.args == (361,)
+
+    def test_classes_from_0_are_read_as_those_from_1(self, stage, scenes, tmp_path, monkeypatch):
+        shutil.copytree(scenes, tmp_path / "scenes")
+        path = tmp_path / "scenes" / "annotations" / "training" / "1.png"
+        classes = np.array(Image.open(path))
+        classes[0] = 0                               # ignored
+        for zero_is_class, content in ((False, classes),
+                                       (True, np.where(classes == 0, 255, classes - 1))):
+            Image.fromarray(content.astype(np.uint8)).save(path)
+            found = segment.Scenes(str(tmp_path / "scenes"), "training", zero_is_class)
+            assert found.annotation(1).tolist() == classes.tolist()
+        opened = spy(monkeypatch, segment, "Scenes")
+        play("segment", stage("segment", "--max-steps 1 --zero-is-class --classes 255"))
+        assert [each.args[1:] for each in opened] == [("training", True), ("validation", True)]
+
+    @pytest.mark.parametrize("turn", (0, 1, 2, 8, 9))      # 0 and 9 mean nothing
+    def test_an_image_that_exif_turns_without_annotation_is_refused(self, scenes, tmp_path, turn):
+        """Upside down, it would have wrong labels, and nothing would say so."""
+        root = Path(shutil.copytree(scenes, tmp_path / "scenes"))
+        path = root / "images/training/2.jpg"
+        exif = Image.Exif()
+        exif[0x0112] = turn
+        Image.open(path).save(path, exif=exif)
+        named = pytest.raises(common.UserError, match=f"{path} .*it is {turn}")
+        with contextlib.nullcontext() if turn in (0, 1, 9) else named:
+            segment.Scenes(str(root), "training").annotation(2)
+
+    @pytest.mark.parametrize("content, expected", (
+        (np.zeros((50, 72, 3)), "it is RGB"), (4, "it is L;4"), (np.zeros((7, 9)), "shape (7, 9)"),
+        (np.full((36, 72), 12), "--classes 11")),
+        ids=("in color", "of four bits", "of another shape", "with more classes"))
+    def test_an_annotation_that_cannot_be_right_is_named(self, scenes, tmp_path, content, expected):
+        root = Path(shutil.copytree(scenes, tmp_path / "scenes"))
+        path = root / "annotations/training/3.png"
+        if isinstance(content, int):
+            path.write_bytes(four_bit_png(np.array(Image.open(path))))
+            assert np.array(Image.open(path)).max() > 11      # Pillow scales them
+        else:
+            Image.fromarray(content.astype(np.uint8)).save(path)
+        views = segment.TrainScenes(segment.Scenes(str(root), "training"), 32, 11, 7)
+        with pytest.raises(common.UserError, match=re.escape(expected)) as caught:
+            views[0, 3]
+        assert str(path) in str(caught.value)
+
+    def test_drawn_shapes_are_segmented_and_evaluated_on_others(self, stage, monkeypatch):
+        """They have 11 classes and ADE20K has 150, unless --classes says otherwise."""
+        training = spy(monkeypatch, segment, "TrainScenes")
+        evaluation = spy(monkeypatch, segment, "EvalScenes")
+        for i, (flags, classes) in enumerate((("--data shapes", 11), ("", 150))):
+            argv = stage("segment", f"--max-steps 1 --seed 7 {flags}", out=str(i))
+            at = argv.index("--classes")
+            play("segment", argv[:at] + argv[at + 2:])
+            assert training[i].args[1:] == (32, classes, 7)
+            assert evaluation[i].args[1:] == (32, classes)
+        assert (training[0].args[0].stream, evaluation[0].args[0].stream) == (0, 1)
 
 
 @pytest.fixture
@@ -3372,15 +3455,6 @@ def write_student(tmp_path, teacher):
     return write
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """{file name: the figure that was to be saved there}, of matplotlib"""
-    figures = {}
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig",
-                        lambda self, path, **how: figures.update({Path(path).name: self}))
-    return figures
-
-
 FIVE = ["--data", "shapes", "--images", "5", "--seed", "3", *QUICK]      # drawn images
 
 
@@ -3389,111 +3463,131 @@ def show(*argv):
     return analyze.main(analyze.parse_args([*argv, *FIVE]))
 
 
-@torch.no_grad()
-def test_routing_json_equals_numpy_on_the_same_weights(write_student, teacher, monkeypatch):
-    monkeypatch.setattr(analyze, "SAMPLED_TOKENS", 60)
-    path = write_student("one")
-    args = analyze.parse_args([path, *FIVE, "--batch-size", "2", "--block", "1"])
-    measured = analyze.analyze_checkpoint(path, args, common.Process(args))
-    numbers = measured["numbers"]
+class TestAnalyze:
+    def test_the_silhouette_is_that_of_the_definition(self):
+        features = 1000 + randn(41, 4)
+        three = torch.arange(41) % 3
+        three[7] = 5                                                # alone in its cluster: counts 0
+        for labels in (three, (torch.arange(41) < 2).int()):        # a cluster of two
+            values = []
+            for i, label in enumerate(labels.tolist()):
+                distance = (features - features[i]).norm(dim=1)
+                others = torch.arange(41) != i
+                mean = {c: distance[(labels == c) & others].mean().item() for c in labels.tolist()}
+                a = mean.pop(label)
+                b = min(mean.values())
+                values.append((b - a) / max(a, b) if (labels == label).sum() > 1 else 0)
+            for each, error in ((features, 1e-6), (features.float(), 1e-2)):
+                found = analyze.silhouette(each, labels)
+                assert found == pytest.approx(np.mean(values), rel=error)
+        assert analyze.silhouette(features, torch.zeros_like(labels)) == 0      # of one cluster
+        assert analyze.silhouette(torch.zeros_like(features), labels) == 0      # of one point
 
-    rng = np.random.default_rng(3)
-    images = Shapes("val", 32)
-    chosen = rng.permutation(1024)[:5].tolist()
-    sampled = torch.from_numpy(rng.random((5, 17)) < 60 / 5 / 17)
-    views = torch.stack([data.center_view(images[i][0], 32) for i in chosen])
-    encoder = encoders.load_encoder(path).eval()
-    x = encoder.embed(normalized(views / 255))
-    seen = {}
-    for i, block in enumerate(encoder.blocks):
-        entered = x
-        x, weights = block(x)
-        seen[i] = entered, weights
-    x = encoder.norm(x)
+    def test_json_has_no_word_for_nan(self):
+        found = common.rounded({"a": [math.nan, 1, {"b": math.inf}], "c": "x", "d": 0.1234567})
+        assert found == {"a": [None, 1, {"b": None}], "c": "x", "d": 0.123457}
 
-    for block, row in zip((1, 3, 5), numbers["blocks"], strict=True):
-        entered, weights = seen[block]
-        dispatch = weights.dispatch.double().numpy()
-        patches = dispatch[:, 1:]
-        labels = torch.from_numpy(dispatch.argmax(2))[sampled]
-        expected = {"block": block, "scale": 3 + block, "cls_share": dispatch[:, 0].mean(0),
-                    "entropy": -(dispatch * np.log(dispatch)).sum(1).mean(0),
-                    "dispatch_cv": (patches.std(1) / patches.mean(1)).mean(0),
-                    "silhouette": analyze.silhouette(entered[sampled], labels)}
-        for name, value in expected.items():
-            assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+    @torch.no_grad()
+    def test_routing_json_equals_numpy_on_the_same_weights(self, write_student, teacher,
+                                                           monkeypatch):
+        monkeypatch.setattr(analyze, "SAMPLED_TOKENS", 60)
+        path = write_student("one")
+        args = analyze.parse_args([path, *FIVE, "--batch-size", "2", "--block", "1"])
+        measured = analyze.analyze_checkpoint(path, args, common.Process(args))
+        numbers = measured["numbers"]
 
-    weight = seen[1][1].dispatch[:, 1:]
-    state = torch.load(path)["model"]
-    predicted = F.linear(x, state["head.weight"], state["head.bias"])
-    targets = build_frozen(teacher, 4)(views / 255)
-    loss = losses.token_loss(predicted, targets)[:, 1:]
-    pair = torch.stack([weight[..., 0], loss])[:, sampled[:, 1:]]
-    assert numbers["correlation"] == pytest.approx(torch.corrcoef(pair)[0, 1].item(), abs=1e-4)
-    assert torch.equal(measured["images"], views)
-    assert torch.allclose(measured["weights"], 17 * weight, atol=1e-4)      # 1 is uniform
-    assert np.allclose(measured["points"], pair * torch.tensor([[17.0], [1.0]]), atol=1e-4)
+        rng = np.random.default_rng(3)
+        images = Shapes("val", 32)
+        chosen = rng.permutation(1024)[:5].tolist()
+        sampled = torch.from_numpy(rng.random((5, 17)) < 60 / 5 / 17)
+        views = torch.stack([data.center_view(images[i][0], 32) for i in chosen])
+        encoder = encoders.load_encoder(path).eval()
+        x = encoder.embed(normalized(views / 255))
+        seen = {}
+        for i, block in enumerate(encoder.blocks):
+            entered = x
+            x, weights = block(x)
+            seen[i] = entered, weights
+        x = encoder.norm(x)
 
+        for block, row in zip((1, 3, 5), numbers["blocks"], strict=True):
+            entered, weights = seen[block]
+            dispatch = weights.dispatch.double().numpy()
+            patches = dispatch[:, 1:]
+            labels = torch.from_numpy(dispatch.argmax(2))[sampled]
+            expected = {"block": block, "scale": 3 + block, "cls_share": dispatch[:, 0].mean(0),
+                        "entropy": -(dispatch * np.log(dispatch)).sum(1).mean(0),
+                        "dispatch_cv": (patches.std(1) / patches.mean(1)).mean(0),
+                        "silhouette": analyze.silhouette(entered[sampled], labels)}
+            for name, value in expected.items():
+                assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
 
-@pytest.mark.usefixtures("drawn")      # to save pictures takes longer
-def test_each_checkpoint_in_turn_has_its_loss_block_and_with_its_teacher_a_correlation(
-        write_student, tmp_path, capsys):
-    argv = [write_student("a"), write_student("b", teacher="gone.pt"),
-            write_student("c", teacher=None, loss_block=None)]
-    numbers = show(*argv, "--out", str(tmp_path / "all"))
-    assert [each["block"] for each in numbers] == [3, 3, 5]
-    assert ["correlation" in each for each in numbers] == [True, False, False]
-    printed = capsys.readouterr().out
-    assert f"{argv[1]}: no correlation with the token loss: gone.pt" in printed
-    assert json.loads((tmp_path / "all" / "routing.json").read_text()) == common.rounded(numbers)
+        weight = seen[1][1].dispatch[:, 1:]
+        state = torch.load(path)["model"]
+        predicted = F.linear(x, state["head.weight"], state["head.bias"])
+        targets = build_frozen(teacher, 4)(views / 255)
+        loss = losses.token_loss(predicted, targets)[:, 1:]
+        pair = torch.stack([weight[..., 0], loss])[:, sampled[:, 1:]]
+        assert numbers["correlation"] == pytest.approx(torch.corrcoef(pair)[0, 1].item(), abs=1e-4)
+        assert torch.equal(measured["images"], views)
+        assert torch.allclose(measured["weights"], 17 * weight, atol=1e-4)      # 1 is uniform
+        assert np.allclose(measured["points"], pair * torch.tensor([[17.0], [1.0]]), atol=1e-4)
 
+    @pytest.mark.usefixtures("drawn")      # to save pictures takes longer
+    def test_each_checkpoint_has_its_loss_block_and_a_correlation(self, write_student, tmp_path,
+                                                                  capsys):
+        argv = [write_student("a"), write_student("b", teacher="gone.pt"),
+                write_student("c", teacher=None, loss_block=None)]
+        numbers = show(*argv, "--out", str(tmp_path / "all"))
+        assert [each["block"] for each in numbers] == [3, 3, 5]
+        assert ["correlation" in each for each in numbers] == [True, False, False]
+        printed = capsys.readouterr().out
+        assert f"{argv[1]}: no correlation with the token loss: gone.pt" in printed
+        written = json.loads((tmp_path / "all" / "routing.json").read_text())
+        assert written == common.rounded(numbers)
 
-def test_heatmaps_show_each_experts_weights_over_each_image(write_student, drawn):
-    path, other = write_student("one"), write_student("other", scale=9.0)
-    show(path, other)
-    args = analyze.parse_args([path, *FIVE])
-    one, last = (analyze.analyze_checkpoint(each, args, common.Process(args))
-                 for each in (path, other))
-    # images, 2 x 3 experts, losses
-    axes = np.array(drawn["heatmaps.png"].axes[:40]).reshape(8, 5)
-    for column, axis in enumerate(axes[7]):
-        assert np.array_equal(axis.images[1].get_array(), last["losses"][column].view(4, 4))
-    axes = axes[:7]
-    for column, image in enumerate(one["images"].permute(0, 2, 3, 1).numpy()):
-        assert np.array_equal(axes[0, column].images[0].get_array(), image)
-        for expert in range(3):
-            below, above = axes[1 + expert, column].images
-            assert np.allclose(below.get_array(), image.mean(-1))
-            expected = one["weights"][column, :, expert].view(4, 4)
-            assert np.array_equal(above.get_array(), expected)
-            assert above.norm(1) == 0.5      # white
-    weights = np.stack([np.array(image.images[1].get_array()) for image in axes[1:].flat])
-    half = np.quantile(abs(weights - 1), 0.99)
-    for image in axes[1:].flat:      # one scale, by which rows can be compared
-        assert np.allclose(image.images[1].get_clim(), (max(0, 1 - half), 1 + half))
+    def test_heatmaps_show_each_experts_weights_over_each_image(self, write_student, drawn):
+        path, other = write_student("one"), write_student("other", scale=9.0)
+        show(path, other)
+        args = analyze.parse_args([path, *FIVE])
+        one, last = (analyze.analyze_checkpoint(each, args, common.Process(args))
+                     for each in (path, other))
+        # images, 2 x 3 experts, losses
+        axes = np.array(drawn["heatmaps.png"].axes[:40]).reshape(8, 5)
+        for column, axis in enumerate(axes[7]):
+            assert np.array_equal(axis.images[1].get_array(), last["losses"][column].view(4, 4))
+        axes = axes[:7]
+        for column, image in enumerate(one["images"].permute(0, 2, 3, 1).numpy()):
+            assert np.array_equal(axes[0, column].images[0].get_array(), image)
+            for expert in range(3):
+                below, above = axes[1 + expert, column].images
+                assert np.allclose(below.get_array(), image.mean(-1))
+                expected = one["weights"][column, :, expert].view(4, 4)
+                assert np.array_equal(above.get_array(), expected)
+                assert above.norm(1) == 0.5      # white
+        weights = np.stack([np.array(image.images[1].get_array()) for image in axes[1:].flat])
+        half = np.quantile(abs(weights - 1), 0.99)
+        for image in axes[1:].flat:      # one scale, by which rows can be compared
+            assert np.allclose(image.images[1].get_clim(), (max(0, 1 - half), 1 + half))
 
+    def test_of_many_checkpoints_expert_0_is_drawn_in_their_order(self, write_student, drawn):
+        models = show(*(write_student(name, scale) for name, scale in zip("cab", (9, 1, 3))))
+        assert [numbers["name"] for numbers in models] == ["c/last", "a/last", "b/last"]
+        for axis, name in zip(drawn["blocks.png"].axes,
+                              ("silhouette", "entropy", "dispatch_cv", "cls_share")):
+            for line, numbers in zip(axis.lines, models, strict=True):
+                values = {row["block"]: np.ravel(row[name])[0] for row in numbers["blocks"]}
+                assert dict(zip(*line.get_data())) == values
 
-def test_of_more_than_two_checkpoints_expert_0_is_drawn_in_the_order_given(write_student, drawn):
-    models = show(*(write_student(name, scale) for name, scale in zip("cab", (9, 1, 3))))
-    assert [numbers["name"] for numbers in models] == ["c/last", "a/last", "b/last"]
-    for axis, name in zip(drawn["blocks.png"].axes,
-                          ("silhouette", "entropy", "dispatch_cv", "cls_share")):
-        for line, numbers in zip(axis.lines, models, strict=True):
-            values = {row["block"]: np.ravel(row[name])[0] for row in numbers["blocks"]}
-            assert dict(zip(*line.get_data())) == values
+    def test_features_that_are_not_finite_have_no_numbers(self, write_student, capsys):
+        path = write_student("a")
+        file = torch.load(path)
+        for name in ("encoder.norm.bias", "head.bias"):
+            bad = file["model"] | {name: torch.full_like(file["model"][name], math.nan)}
+            torch.save(file | {"model": bad}, path)
+            error = refusal(capsys, "analyze", path, *FIVE)
+            assert error.startswith(f"{path}: ") and "not finite" in error
 
-
-def test_the_analysis_of_features_that_are_not_finite_is_no_number(write_student, capsys):
-    path = write_student("a")
-    file = torch.load(path)
-    for name in ("encoder.norm.bias", "head.bias"):
-        bad = file["model"] | {name: torch.full_like(file["model"][name], math.nan)}
-        torch.save(file | {"model": bad}, path)
-        error = refusal(capsys, "analyze", path, *FIVE)
-        assert error.startswith(f"{path}: ") and "not finite" in error
-
-
-# --------------------------------------------------------------------------------- plot
 
 @pytest.fixture
 def write_run(tmp_path):
@@ -3517,288 +3611,60 @@ def write_run(tmp_path):
     return write
 
 
-def test_each_run_is_drawn_over_epochs_in_a_panel_for_each_quantity_it_has(write_run, drawn,
-                                                                           tmp_path):
-    """The loss of pretraining is left out: it is mostly entropies. A data set has the name of its
-    folder's parent before its own: two may be called imagenet.
-    """
-    runs = [write_run("routed", loss=[-9, -8], token=[0.4, 0.2], token_ratio=[1, 0.9],
-                      objective_weights=[[1], [1]],
-                      token_unweighted=[0.6, 0.3], dispatch_cv=[[0.1, 7], [0.3, 7]],
-                      edge=[3, 2], edge_unweighted=[4, 3], edge_ratio=[1, 1], entropy=[[1], [1]],
-                      token_spread=[1, 1]),
-            write_run("tuned", loss=[2.3, 1.2], top1=[30, 40], miou=[5, 6]) + "/"]
-    plot.main(plot.parse_args([*runs, "--out", str(tmp_path / "new")]))
-    panels = {axis.get_title().split(" (")[0]:
-              [(line.get_color(), *zip(*line.get_data()))
-               for line in axis.lines if len(line.get_xdata())]
-              for axis in drawn["curves.png"].axes}
-    assert panels == {      # an unweighted loss comes first
-        "training loss": [("C1", (1, 2.3), (2, 1.2))],
-        "token loss": [("C0", (1, 0.6), (2, 0.3)), ("C0", (1, 0.4), (2, 0.2))],
-        "weighted / unweighted token loss": [("C0", (1, 1), (2, 0.9))],
-        "variation of expert 0's weights": [("C0", (1, 0.1), (2, 0.3))],
-        "learning rate": [("C0", (1, 1e-3), (2, 1e-3)), ("C1", (1, 1e-3), (2, 1e-3))],
-        "k-NN, a/photos, [CLS]": [(color, (0, 10), (1, 20), (2, 30)) for color in ("C0", "C1")],
-        "k-NN, shapes, mean patch": [(color, (2, 40)) for color in ("C0", "C1")],
-        "edge": [("C0", (1, 4), (2, 3)), ("C0", (1, 3), (2, 2))],
-        "validation accuracy": [("C1", (1, 30), (2, 40))],
-        "mIoU of the validation images": [("C1", (1, 5), (2, 6))]}
+class TestPlot:
+    def test_each_quantity_of_each_run_is_drawn_over_epochs(self, write_run, drawn, tmp_path):
+        """The loss of pretraining is left out, because it is mostly entropies. A data set has the
+        name of its folder's parent, too, because two may be called imagenet.
+        """
+        runs = [write_run("routed", loss=[-9, -8], token=[0.4, 0.2], token_ratio=[1, 0.9],
+                          objective_weights=[[1], [1]], token_unweighted=[0.6, 0.3],
+                          dispatch_cv=[[0.1, 7], [0.3, 7]], edge=[3, 2], edge_unweighted=[4, 3],
+                          edge_ratio=[1, 1], entropy=[[1], [1]], token_spread=[1, 1]),
+                write_run("tuned", loss=[2.3, 1.2], top1=[30, 40], miou=[5, 6]) + "/"]
+        plot.main(plot.parse_args([*runs, "--out", str(tmp_path / "new")]))
+        panels = {axis.get_title().split(" (")[0]:
+                  [(line.get_color(), *zip(*line.get_data()))
+                   for line in axis.lines if len(line.get_xdata())]
+                  for axis in drawn["curves.png"].axes}
+        assert panels == {      # an unweighted loss comes first
+            "training loss": [("C1", (1, 2.3), (2, 1.2))],
+            "token loss": [("C0", (1, 0.6), (2, 0.3)), ("C0", (1, 0.4), (2, 0.2))],
+            "weighted / unweighted token loss": [("C0", (1, 1), (2, 0.9))],
+            "variation of expert 0's weights": [("C0", (1, 0.1), (2, 0.3))],
+            "learning rate": [("C0", (1, 1e-3), (2, 1e-3)), ("C1", (1, 1e-3), (2, 1e-3))],
+            "k-NN, a/photos, [CLS]": [(color, (0, 10), (1, 20), (2, 30)) for color in ("C0", "C1")],
+            "k-NN, shapes, mean patch": [(color, (2, 40)) for color in ("C0", "C1")],
+            "edge": [("C0", (1, 4), (2, 3)), ("C0", (1, 3), (2, 2))],
+            "validation accuracy": [("C1", (1, 30), (2, 40))],
+            "mIoU of the validation images": [("C1", (1, 5), (2, 6))]}
+
+    def test_each_field_of_a_log_has_its_panel_and_no_other(self):
+        known = LINE | {"main", "auxiliary", "miou", "mean_accuracy", "pixel_accuracy", "top5"}
+        assert plot.find_panels(known) == ["loss", "lr", "miou"]
 
 
-def test_each_field_of_a_log_has_its_panel_and_no_other():
-    known = LINE | {"main", "auxiliary", "miou", "mean_accuracy", "pixel_accuracy", "top5"}
-    assert plot.find_panels(known) == ["loss", "lr", "miou"]
-
-
-# ---------------------------------------------------------------------------- experiments
-
-@pytest.fixture
-def photo_cache(tmp_path, monkeypatch):
-    """What photos.py prepares, of few drawn images and a small teacher with random weights"""
+@pytest.fixture(scope="session")
+def photo_files(tmp_path_factory):
+    """The folder that photos.py prepares, of 140 drawn images and a small random teacher"""
     import timm
     torch.manual_seed(0)
     theirs = timm.create_model("test_efficientnet")
-    monkeypatch.setattr(photos_experiment, "write_teacher", lambda folder: timm.models.save_for_hf(
-        theirs, folder, safe_serialization=True))
+    cache = tmp_path_factory.mktemp("experiment") / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(photos_experiment, "write_teacher", lambda folder: timm.models.save_for_hf(
+            theirs, folder, safe_serialization=True))
+        patch.setattr(photos_experiment, "COUNTS", {"train": 140, "val": 30})
+        photos_experiment.main(photos_experiment.parse_args(
+            ["prepare", "--data", "shapes", "--cache", str(cache)]))
+    return cache
+
+
+@pytest.fixture
+def photo_cache(photo_files, monkeypatch):
+    """The same folder, for a test in which photos.py knows how many images it has"""
     monkeypatch.setattr(photos_experiment, "COUNTS", {"train": 140, "val": 30})
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    photos_experiment.main(photos_experiment.parse_args(
-        ["prepare", "--data", "shapes", "--cache", str(tmp_path / "cache")]))
-    return tmp_path / "cache"
-
-
-def test_cached_tokens_are_the_teachers_without_the_margin(photo_cache):
-    bank, test = photos_experiment.open_cache(photo_cache, 70)
-    assert len(bank["images"]) == 70 and len(test["images"]) == 30
-    teacher = build_frozen(f"timm/local-dir:{photo_cache / 'teacher'}", 10)
-    for i in (0, 69):
-        image, label = Shapes("train", 32)[2 * i * 4096 // 140]
-        assert np.array_equal(bank["images"][i], image) and bank["labels"][i] == label
-        large = F.interpolate(image[None] / 255, 256, mode="bicubic", antialias=True)[0]
-        margin = np.pad(large, ((0, 0), (32, 32), (32, 32)), mode="reflect")
-        tokens = teacher(torch.from_numpy(margin)[None])[0, 1:]
-        inside = torch.stack([tokens[10 * y + x] for y in range(1, 9) for x in range(1, 9)])
-        torch.testing.assert_close(torch.from_numpy(bank["tokens"][i]).float(), inside, rtol=1e-3,
-                                   atol=1e-3)
-
-
-def test_a_batch_of_the_experiment_flips_images_with_their_tokens(photo_cache):
-    bank, _ = photos_experiment.open_cache(photo_cache, 70)
-    index = np.array([5, 3, 60, 41, 17, 28])
-    images, targets, mask, ids_keep = photos_experiment.read_batch(
-        bank, np.random.default_rng(1), index)
-    flipped = []
-    for b, i in enumerate(sorted(index)):
-        image, tokens = torch.from_numpy(bank["images"][i]) / 255, bank["tokens"][i]
-        flipped.append(torch.equal(images[b], image.flip(2)))
-        assert flipped[-1] or torch.equal(images[b], image)
-        for y, x in itertools.product(range(8), range(8)):
-            at = 8 * y + (7 - x if flipped[-1] else x)
-            assert np.array_equal(targets[b, 1 + 8 * y + x], tokens[at].astype(np.float32))
-        assert torch.allclose(targets[b, 0], targets[b, 1:].mean(0), atol=1e-6)
-        assert mask[b].sum() == 25 and ids_keep[b].tolist() == (~mask[b]).nonzero()[:, 0].tolist()
-    assert 0 < sum(flipped) < 6
-
-
-def test_each_arm_of_the_experiment_is_a_row_that_is_trained_once(photo_cache, tmp_path,
-                                                                   monkeypatch):
-    """`fixed` has the mean weights that the positions of the tuning seeds' routed students have."""
-    trained = spy(monkeypatch, photos_experiment, "train")
-    argv = ["train", "--cache", str(photo_cache), "--rows", str(tmp_path / "rows.jsonl"),
-            "--epochs", "2", "--images", "140"]
-    for words in ("--arms routed --seeds 0 1 2", "--seeds 3", "--seeds 3"):
-        photos_experiment.main(photos_experiment.parse_args([*argv, *words.split()]))
-    rows = run.read_lines(tmp_path / "rows.jsonl")
-    assert [row["arm"] for row in rows] == ["routed"] * 3 + list(photos_experiment.ARMS)
-    assert len(trained) == len(rows)
-    for call_, row in zip(trained, rows):
-        positions = call_.args[4]
-        if row["arm"] == "fixed":
-            expected = np.mean([each["positions"] for each in rows[:3]], axis=0)
-            assert np.allclose(positions, expected)
-        else:
-            assert positions is None
-        assert row == row | call_.args[0] and 0 <= row["probe"] <= 100 and 0 <= row["knn"] <= 100
-        assert ("positions" in row) == (row["seed"] < 3)
-
-
-def test_the_experiments_arms_differ_as_they_say(photo_cache):
-    """Equal weights at all positions are no weights, and a router's rate is its own."""
-    bank, _ = photos_experiment.open_cache(photo_cache, 140)
-
-    def train(arm, positions=None, **setting):
-        setting = photos_experiment.DEFAULTS | photos_experiment.ARMS[arm] | setting
-        return photos_experiment.train(setting, bank, 1, 5, positions)[0].state_dict()
-    uniform, router = train("uniform"), "encoder.blocks.3.mlp.router.phi"
-    same = train("fixed", torch.full((64,), 0.3))
-    torch.testing.assert_close(same, uniform)
-    other = train("fixed", torch.linspace(0.5, 1.5, 64))
-    assert not torch.allclose(other["head.weight"], uniform["head.weight"], atol=1e-5)
-    torch.manual_seed(5)
-    start = model.build_vit("vit_nano", image_size=32, patch_size=4, experts=2).state_dict()
-    moved = [(train("uniform", router_rate=rate)[router] - start[router[8:]]).abs().mean()
-             for rate in (1.0, 10.0)]
-    assert moved[1] > 5 * moved[0]
-    for one, two in itertools.combinations(("uniform", "uniform, w_cls 1.6", "detached", "routed",
-                                            "routed, lambda 5"), 2):
-        assert not all(torch.equal(x, y) for x, y in zip(train(one).values(),
-                                                         train(two).values())), (one, two)
-
-
-def test_the_closed_form_probe_is_ridge_regression_with_a_held_out_penalty():
-    rng = np.random.default_rng(2)
-    y = rng.integers(3, size=61)
-    x = (rng.normal(size=(61, 20)) + 1.2 * np.eye(3, 20)[y]) * rng.uniform(1, 9, 20) + 4
-    queries = rng.normal(size=(50, 20)) * 5 + 4
-    z, q = ((each - x.mean(0)) / x.std(0, ddof=1) for each in (x, queries))
-    z, q = (np.column_stack([each, np.ones(len(each))]) for each in (z, q))
-
-    def solve(z, y, penalty):      # as least squares with more rows
-        more = np.sqrt(penalty * len(z)) * np.eye(21)
-        target = np.vstack([np.eye(3)[y], np.zeros((21, 3))])
-        return np.linalg.lstsq(np.vstack([z, more]), target, rcond=None)[0]
-    held = np.arange(61) % 4 == 0
-    right = {penalty: ((z[held] @ solve(z[~held], y[~held], penalty)).argmax(1) == y[held]).sum()
-             for penalty in (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)}
-    assert len(set(right.values())) > 1
-    expected = (q @ solve(z, y, max(right, key=right.get))).argmax(1)
-    found = measures.probe(*map(torch.from_numpy, (x, y, queries)), 3)
-    assert np.array_equal(found, expected)
-
-
-def test_intervals_hold_for_other_seeds_and_other_images():
-    assert measures.half_width(np.array([[1.0], [2.0], [4.0]])) == pytest.approx(3.795, abs=1e-3)
-    rng = np.random.default_rng(3)
-    hits = []
-    for _ in range(1000):      # the true mean is 0
-        values = (rng.normal(size=(5, 1)) + 3 * rng.normal(size=(1, 40))
-                  + 2 * rng.normal(size=(5, 40)))
-        hits.append(abs(values.mean()) < measures.half_width(values))
-    assert 0.94 < np.mean(hits) < 0.995
-
-
-def test_the_experiments_tables_pair_arms_by_seed(tmp_path, capsys, monkeypatch):
-    probes = {"none": {0: 9.0, 3: 40.0, 4: 42.0, 5: 47.0}, "routed": {3: 41.0, 4: 44.0, 5: 50.0},
-              "uniform": {3: 40.5, 4: 43.0}}
-    rows = [dict(arm=arm, seed=seed, epochs=16, images=4000, probe=probe, knn=2 * probe)
-            for arm, found in probes.items() for seed, probe in found.items()]
-    write_text(tmp_path / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    photos_tables.main(photos_tables.parse_args(["--rows", str(tmp_path / "rows.jsonl")]))
-    _, title, _, _, _, *lines = capsys.readouterr().out.splitlines()
-    assert title == "16 epochs of 4000 images, 3 seeds"
-    cells = {line.split(" | ")[0]: line.strip("| ").split(" | ")[1:] for line in lines}
-    assert cells["| none"] == ["43.0", "", "-0.75 ± 3.18", "", "-1.50 ± 6.36"]
-    assert cells["| uniform"][:3] == ["41.8", "+0.75 ± 3.18", ""]
-    assert cells["| routed"][:2] == ["45.0", "+2.00 ± 2.48"]
-
-
-def test_the_experiments_picture_shows_photographs_weights_and_losses(photo_cache, monkeypatch):
-    pictures = []
-    monkeypatch.setattr(photos_tables, "draw_heatmaps", lambda *args: pictures.append(args))
-    monkeypatch.setattr(photos_tables, "open_cache", lambda cache, images: (
-        photos_experiment.open_cache(cache, 140)))
-    students = []
-
-    def train(*args, **kwargs):
-        students.append(photos_experiment.train(args[0], args[1], 1, 3))
-        return students[-1]
-    monkeypatch.setattr(photos_tables, "train", train)
-    photos_tables.draw(photo_cache, "x.png", count=3)
-    ((shown,), experts, path), = pictures
-    (student, _), = students
-    assert (experts, path) == (1, "x.png") and shown["images"].shape == (3, 3, 32, 32)
-    bank, _ = photos_experiment.open_cache(photo_cache, 140)
-    for image, weights, found in zip(shown["images"], shown["weights"], shown["losses"]):
-        at, = (i for i, each in enumerate(bank["images"]) if np.array_equal(each, image))
-        tokens, routing = student.encoder(normalized(image[None] / 255))
-        assert torch.allclose(weights[:, 0], 65 * routing[3].dispatch[0, 1:, 0], atol=1e-5)
-        targets = torch.from_numpy(bank["tokens"][at]).float()
-        expected = huber(student.head(tokens)[0, 1:], targets)
-        assert torch.allclose(found, expected, atol=1e-4)
-
-
-def test_the_papers_tables_stand_beside_what_runs_have_measured(stage, teacher, photos, scenes,
-                                                                tmp_path, monkeypatch, capsys):
-    """The runs of a page's rows are small."""
-    small = f"--data {photos} --epochs 2 --warmup-epochs 1 --batch-size 8 {' '.join(QUICK)}"
-    toy = f"{' '.join(TOY)} --teacher {teacher} --save-every 1"
-    scene = (f"--data {scenes} --iterations 8 --warmup-iterations 1 --batch-size 4 --save-every 4 "
-             f"--classes 11 --crop-size 32 --width 8 {' '.join(QUICK)}")
-    sizes = {"pretrain.py": f"{toy} {small}", "linprobe.py": small, "finetune.py": small,
-             "segment.py": scene}
-
-    def find_command(row, find=results.find_command):
-        script, *flags = find(row)
-        return [script, *sizes[script].split(),
-                *(flag.replace("epoch_0300", "epoch_0002") for flag in flags)]
-    monkeypatch.setattr(results, "find_command", find_command)
-    rows = ["pretrain tc2   # 75.4", "pretrain tc0 --experts 0   # 75.7",
-            "pretrain tc3   # Figure 3", "pretrain tc4 --seed 1   # 12.5, collapsed",
-            "probe tc2 linear   # 79.60", "finetune tc2 fr exd   # 84.1",
-            "segment tc2 none   # 52.5", "probe tc0 linear   # 76.2"]
-    page = ("## Commands\n\n```bash\nexport X=1\n```\n\n### k-NN\n\nTable 3, and more:\n\n"
-            "```bash\n" + "\n".join(rows[:4]) + "\n```\n\n### Others: Table 4\n\nText.\n\n"
-            "```bash\n" + "\n".join(rows[4:]) + "\nfinetune tc9 none\n```\n")
-    found = results.read_rows(page)
-    assert [f"{row['row']}   # {row['paper']}" for row in found] == rows
-    assert [row["table"] for row in found] == ["Table 3, and more"] * 4 + ["Others: Table 4"] * 4
-    monkeypatch.chdir(tmp_path)
-    best = {}
-    for i in (0, 1, 3, 4, 5, 6):      # the others have not run
-        script, *flags = results.find_command(found[i]["row"])
-        flags += {1: ["--lr", "0.1"], 3: ["--max-steps", "5"]}.get(i, [])
-        name = script.removesuffix(".py").replace("linprobe", "linear")
-        scores, _, log = play(name, flags)
-        best[i] = scores and max(line.get("top1", line.get("miou", 0)) for line in log)
-    epochs = [f"runs/tc2/epoch_000{epoch}.pt" for epoch in (0, 1, 2)]
-    knns = knn.main(knn.parse_args([*epochs, teacher, "--data", photos, *QUICK]))
-    (tmp_path / "other").symlink_to(photos)
-    for other in (["--pool", "mean"], ["-k", "1"], ["--temperature", "1"], ["--data", "other"]):
-        knn.main(knn.parse_args([*epochs, "--data", photos, *QUICK, *other]))
-    with open("runs/tc2/knn.jsonl") as file:      # as if the others were better
-        lines = [json.loads(line) for line in file]
-    Path("runs/tc2/knn.jsonl").write_text("".join(
-        json.dumps(line | ({"top1": 99.0} if i > 3 else {})) + "\n"
-        for i, line in enumerate(lines)))
-    (tmp_path / "runs").rename(tmp_path / "moved")
-    best[0] = max(knns[:3])
-    monkeypatch.setattr(results, "read_rows", lambda text: [dict(row) for row in found])
-    others = {"table": "Table 99", "row": "pretrain tc9", "paper": "1"}
-    found.append(others)
-    *table, _ = results.main(results.parse_args(["moved", "--markdown"]))
-    assert [row["measured"] for row in table] == [best.get(i) for i in range(8)]
-    assert table[0]["difference"] == pytest.approx(best[0] - 75.4)
-    assert table[0]["note"] == f"best at epoch {max(i for i in range(3) if knns[i] == best[0])}"
-    assert table[1]["note"] == "other flags: lr 0.1"
-    assert table[3]["note"] == "epoch 1.25 of 2"
-    assert "best at epoch" in table[5]["note"]
-    assert table[5]["difference"] == pytest.approx(best[5] - 84.1)
-    assert [row["difference"] is None for row in table] == [0, 1, 1, 1, 0, 0, 0, 1]
-    out = capsys.readouterr().out
-    assert "Table 99" not in out
-    results.main(results.parse_args(["moved", "--all"]))
-    assert "Table 99" in capsys.readouterr().out
-    for row in table:
-        line, = (line for line in out.splitlines() if line.startswith(f"| {row['row']} |"))
-        assert f"| {row['paper']} | " in line and line.endswith(f" | {row['note']} |")
-
-
-def test_the_papers_accuracies_have_the_deviations_over_seeds_of_its_table_a5():
-    accuracies = {
-        "pretrain tc2": 75.39, "pretrain tc2-seed1 --seed 1": 75.40,
-        "pretrain tc2-seed2 --seed 2": 75.23, "probe tc2 linear": 79.60,
-        "probe tc2-seed1 linear": 79.54, "probe tc2-seed2 linear": 79.63, "probe tc2 ep": 80.19,
-        "probe tc2-seed1 ep": 80.21, "probe tc2-seed2 ep": 80.28}
-    rows = [row | {"measured": accuracies.get(row["row"], 0.0), "difference": 0.0}
-            for row in results.read_rows(PAGES["REPRODUCE"])]
-    found = results.seed_deviations(rows)
-    assert {name: round(deviation, 3) for name, deviation in found.items()} == {
-        "pretrain tc2": 0.078, "probe tc2 linear": 0.037, "probe tc2 ep": 0.039}
-    for row in rows:      # not measured, or with other flags
-        if row["row"] == "probe tc2-seed2 ep":
-            row["difference"] = None
-    assert list(results.seed_deviations(rows)) == ["pretrain tc2", "probe tc2 linear"]
+    return photo_files
 
 
 @pytest.fixture
@@ -3823,83 +3689,310 @@ def pretended(monkeypatch, stage, photos):
 SMALLER = ["--image-size", "32", "--batch-size", "8"]
 
 
-def test_the_comparison_pairs_students_with_and_without_a_router_by_seed(pretended, photos, teacher,
-                                                                         tmp_path, capsys):
-    compare.main(*compare.parse_args(["--data", photos, "--teacher", teacher, "--seeds", "4", "7",
-                                      "--out", str(tmp_path), *SMALLER]))
-    assert {(args.seed, args.experts, args.loss_weights, args.detach, *args.entropy_weight)
-            for _, args in pretended} == {
-        (seed, *arm) for seed in (4, 7) for arm in (
-            (0, "dispatch", False, 5.0), (2, "uniform", False, 0.05, 0.0),
-            (2, "dispatch", True, 0.05, 0.0), (2, "dispatch", False, 0.05, 0.0))}
-    first, *tables, _ = capsys.readouterr().out.split("\n\n")
-    assert "32 training and 16 validation images of 4 classes" in first
+class TestExperiments:
+    def test_cached_tokens_are_the_teachers_without_the_margin(self, photo_cache):
+        bank, test = photos_experiment.open_cache(photo_cache, 70)
+        assert len(bank["images"]) == 70 and len(test["images"]) == 30
+        teacher = build_frozen(f"timm/local-dir:{photo_cache / 'teacher'}", 10)
+        for i in (0, 69):
+            image, label = Shapes("train", 32)[2 * i * 4096 // 140]
+            assert np.array_equal(bank["images"][i], image) and bank["labels"][i] == label
+            large = F.interpolate(image[None] / 255, 256, mode="bicubic", antialias=True)[0]
+            margin = np.pad(large, ((0, 0), (32, 32), (32, 32)), mode="reflect")
+            tokens = teacher(torch.from_numpy(margin)[None])[0, 1:]
+            inside = torch.stack([tokens[10 * y + x] for y in range(1, 9) for x in range(1, 9)])
+            found = torch.from_numpy(bank["tokens"][i]).float()
+            torch.testing.assert_close(found, inside, rtol=1e-3, atol=1e-3)
 
-    val = data.open_images(photos, "val", 32)
-    views = [data.CenterViews(data.open_images(photos, split, 32), 32)
-             for split in ("train", "val")]
-    found = {}
-    for arm, seed in itertools.product(compare.ARMS, (4, 7)):
-        folder = tmp_path / f"{arm}-{seed}"
-        encoder = build_frozen(str(folder / "last.pt"))
-        (bank, labels), (queries, truth) = (
-            [torch.stack(each) for each in zip(*(
-                (F.normalize(encoder(view["image"][None] / 255)[0, 0], dim=0),
-                 torch.tensor(view["label"])) for view in map(of.__getitem__, range(len(of)))))]
-            for of in views)
-        log, = read_run(folder)[1]
-        found[arm, seed] = [
-            np.array([log.get("token_unweighted", log["token"])]),
-            *(100 * (classes == truth).numpy() for classes in (
-                knn.classify(queries, bank, labels, 4, 20, 0.07),
-                measures.probe(bank, labels, queries, 4)))]
-    for which, table, accuracy in zip(range(3), tables, (1e-4, 0.1, 0.1)):
-        for row in table.splitlines()[1:]:
-            arm, mean, *differences = row.replace("±", "").split()
-            expected = [np.mean([found[arm, seed][which] for seed in (4, 7)])]
-            for other in {"none": (), "uniform": ("none",)}.get(arm, ("none", "uniform")):
-                less = np.array([found[arm, seed][which] - found[other, seed][which]
-                                 for seed in (4, 7)])
-                # 12.706 is Student's t of one degree of freedom
-                of_seeds = 12.706 * less.mean(1).std(ddof=1) / 2 ** 0.5
-                of_images = 0 if which == 0 else 1.96 * less.mean(0).std(ddof=1) / len(val) ** 0.5
-                expected += [less.mean(), math.hypot(of_seeds, of_images)]
-            assert list(map(float, [mean, *differences])) == pytest.approx(expected, rel=0.01,
-                                                                           abs=0.6 * accuracy)
+    def test_a_batch_flips_images_with_their_tokens(self, photo_cache):
+        bank, _ = photos_experiment.open_cache(photo_cache, 70)
+        index = np.array([5, 3, 60, 41, 17, 28])
+        images, targets, mask, ids_keep = photos_experiment.read_batch(
+            bank, np.random.default_rng(1), index)
+        flipped = []
+        for b, i in enumerate(sorted(index)):
+            image, tokens = torch.from_numpy(bank["images"][i]) / 255, bank["tokens"][i]
+            flipped.append(torch.equal(images[b], image.flip(2)))
+            assert flipped[-1] or torch.equal(images[b], image)
+            for y, x in itertools.product(range(8), range(8)):
+                at = 8 * y + (7 - x if flipped[-1] else x)
+                assert np.array_equal(targets[b, 1 + 8 * y + x], tokens[at].astype(np.float32))
+            assert torch.allclose(targets[b, 0], targets[b, 1:].mean(0), atol=1e-6)
+            assert mask[b].sum() == 25
+            assert ids_keep[b].tolist() == (~mask[b]).nonzero()[:, 0].tolist()
+        assert 0 < sum(flipped) < 6
+
+    def test_each_arm_is_a_row_that_is_trained_once(self, photo_cache, tmp_path, monkeypatch):
+        """The weights of `fixed` are the mean by position of the tuning seeds' routed students."""
+        trained = spy(monkeypatch, photos_experiment, "train")
+        argv = ["train", "--cache", str(photo_cache), "--rows", str(tmp_path / "rows.jsonl"),
+                "--epochs", "2", "--images", "70"]
+        for words in ("--arms routed --seeds 0 1 2", "--seeds 3", "--seeds 3"):
+            photos_experiment.main(photos_experiment.parse_args([*argv, *words.split()]))
+        rows = run.read_lines(tmp_path / "rows.jsonl")
+        assert [row["arm"] for row in rows] == ["routed"] * 3 + list(photos_experiment.ARMS)
+        assert len(trained) == len(rows)
+        for call_, row in zip(trained, rows):
+            positions = call_.args[4]
+            if row["arm"] == "fixed":
+                expected = np.mean([each["positions"] for each in rows[:3]], axis=0)
+                assert np.allclose(positions, expected)
+            else:
+                assert positions is None
+            assert row == row | call_.args[0]
+            assert 0 <= row["probe"] <= 100 and 0 <= row["knn"] <= 100
+            assert ("positions" in row) == (row["seed"] < 3)
+
+    def test_the_arms_differ_as_they_say(self, photo_cache):
+        """Equal weights at all positions are no weights, and a router's rate is its own."""
+        bank, _ = photos_experiment.open_cache(photo_cache, 140)
+
+        def train(arm, positions=None, **setting):
+            setting = photos_experiment.DEFAULTS | photos_experiment.ARMS[arm] | setting
+            return photos_experiment.train(setting, bank, 1, 5, positions)[0].state_dict()
+        uniform, router = train("uniform"), "encoder.blocks.3.mlp.router.phi"
+        same = train("fixed", torch.full((64,), 0.3))
+        torch.testing.assert_close(same, uniform)
+        other = train("fixed", torch.linspace(0.5, 1.5, 64))
+        assert not torch.allclose(other["head.weight"], uniform["head.weight"], atol=1e-5)
+        torch.manual_seed(5)
+        start = model.build_vit("vit_nano", image_size=32, patch_size=4, experts=2).state_dict()
+        moved = [(train("uniform", router_rate=rate)[router] - start[router[8:]]).abs().mean()
+                 for rate in (1.0, 10.0)]
+        assert moved[1] > 5 * moved[0]
+        arms = ("uniform", "uniform, w_cls 1.6", "detached", "routed", "routed, lambda 5")
+        trained = {arm: train(arm).values() for arm in arms}
+        for one, two in itertools.combinations(arms, 2):
+            assert not all(map(torch.equal, trained[one], trained[two])), (one, two)
+
+    def test_the_closed_form_probe_is_ridge_regression(self):
+        rng = np.random.default_rng(2)
+        y = rng.integers(3, size=61)
+        x = (rng.normal(size=(61, 20)) + 1.2 * np.eye(3, 20)[y]) * rng.uniform(1, 9, 20) + 4
+        queries = rng.normal(size=(50, 20)) * 5 + 4
+        z, q = ((each - x.mean(0)) / x.std(0, ddof=1) for each in (x, queries))
+        z, q = (np.column_stack([each, np.ones(len(each))]) for each in (z, q))
+
+        def solve(z, y, penalty):      # as least squares with more rows
+            more = np.sqrt(penalty * len(z)) * np.eye(21)
+            target = np.vstack([np.eye(3)[y], np.zeros((21, 3))])
+            return np.linalg.lstsq(np.vstack([z, more]), target, rcond=None)[0]
+        held = np.arange(61) % 4 == 0
+        right = {}
+        for penalty in (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0):
+            found = (z[held] @ solve(z[~held], y[~held], penalty)).argmax(1)
+            right[penalty] = (found == y[held]).sum()
+        assert len(set(right.values())) > 1
+        expected = (q @ solve(z, y, max(right, key=right.get))).argmax(1)
+        found = measures.probe(*map(torch.from_numpy, (x, y, queries)), 3)
+        assert np.array_equal(found, expected)
+
+    def test_intervals_hold_for_other_seeds_and_other_images(self):
+        found = measures.half_width(np.array([[1.0], [2.0], [4.0]]))
+        assert found == pytest.approx(3.795, abs=1e-3)
+        rng = np.random.default_rng(3)
+        hits = []
+        for _ in range(1000):      # the true mean is 0
+            values = (rng.normal(size=(5, 1)) + 3 * rng.normal(size=(1, 40))
+                      + 2 * rng.normal(size=(5, 40)))
+            hits.append(abs(values.mean()) < measures.half_width(values))
+        assert 0.94 < np.mean(hits) < 0.995
+
+    def test_the_tables_pair_arms_by_seed(self, tmp_path, capsys, monkeypatch):
+        probes = {"none": {0: 9.0, 3: 40.0, 4: 42.0, 5: 47.0},
+                  "routed": {3: 41.0, 4: 44.0, 5: 50.0}, "uniform": {3: 40.5, 4: 43.0}}
+        rows = [dict(arm=arm, seed=seed, epochs=16, images=4000, probe=probe, knn=2 * probe)
+                for arm, found in probes.items() for seed, probe in found.items()]
+        write_text(tmp_path / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        photos_tables.main(photos_tables.parse_args(["--rows", str(tmp_path / "rows.jsonl")]))
+        _, title, _, _, _, *lines = capsys.readouterr().out.splitlines()
+        assert title == "16 epochs of 4000 images, 3 seeds"
+        cells = {line.split(" | ")[0]: line.strip("| ").split(" | ")[1:] for line in lines}
+        assert cells["| none"] == ["43.0", "", "-0.75 ± 3.18", "", "-1.50 ± 6.36"]
+        assert cells["| uniform"][:3] == ["41.8", "+0.75 ± 3.18", ""]
+        assert cells["| routed"][:2] == ["45.0", "+2.00 ± 2.48"]
+
+    def test_the_picture_shows_photographs_weights_and_losses(self, photo_cache, monkeypatch):
+        pictures = []
+        monkeypatch.setattr(photos_tables, "draw_heatmaps", lambda *args: pictures.append(args))
+        monkeypatch.setattr(photos_tables, "open_cache", lambda cache, images: (
+            photos_experiment.open_cache(cache, 140)))
+        students = []
+
+        def train(*args, **kwargs):
+            students.append(photos_experiment.train(args[0], args[1], 1, 3))
+            return students[-1]
+        monkeypatch.setattr(photos_tables, "train", train)
+        photos_tables.draw(photo_cache, "x.png", count=3)
+        ((shown,), experts, path), = pictures
+        (student, _), = students
+        assert (experts, path) == (1, "x.png") and shown["images"].shape == (3, 3, 32, 32)
+        bank, _ = photos_experiment.open_cache(photo_cache, 140)
+        for image, weights, found in zip(shown["images"], shown["weights"], shown["losses"]):
+            at, = (i for i, each in enumerate(bank["images"]) if np.array_equal(each, image))
+            tokens, routing = student.encoder(normalized(image[None] / 255))
+            assert torch.allclose(weights[:, 0], 65 * routing[3].dispatch[0, 1:, 0], atol=1e-5)
+            targets = torch.from_numpy(bank["tokens"][at]).float()
+            expected = huber(student.head(tokens)[0, 1:], targets)
+            assert torch.allclose(found, expected, atol=1e-4)
+
+    def test_the_papers_tables_stand_beside_what_runs_have_measured(self, stage, teacher,
+                                                                    photos, scenes, tmp_path,
+                                                                    monkeypatch, capsys):
+        """The runs of a page's rows are small."""
+        small = f"--data {photos} --epochs 2 --warmup-epochs 1 --batch-size 8 {' '.join(QUICK)}"
+        toy = f"{' '.join(TOY)} --teacher {teacher} --save-every 1"
+        scene = (f"--data {scenes} --iterations 8 --warmup-iterations 1 --batch-size 4 "
+                 f"--save-every 4 --classes 11 --crop-size 32 --width 8 {' '.join(QUICK)}")
+        sizes = {"pretrain.py": f"{toy} {small}", "linprobe.py": small, "finetune.py": small,
+                 "segment.py": scene}
+
+        def find_command(row, find=results.find_command):
+            script, *flags = find(row)
+            return [script, *sizes[script].split(),
+                    *(flag.replace("epoch_0300", "epoch_0002") for flag in flags)]
+        monkeypatch.setattr(results, "find_command", find_command)
+        rows = ["pretrain tc2   # 75.4", "pretrain tc0 --experts 0   # 75.7",
+                "pretrain tc3   # Figure 3", "pretrain tc4 --seed 1   # 12.5, collapsed",
+                "probe tc2 linear   # 79.60", "finetune tc2 fr exd   # 84.1",
+                "segment tc2 none   # 52.5", "probe tc0 linear   # 76.2"]
+        page = ("## Commands\n\n```bash\nexport X=1\n```\n\n### k-NN\n\nTable 3, and more:\n\n"
+                "```bash\n" + "\n".join(rows[:4]) + "\n```\n\n### Others: Table 4\n\nText.\n\n"
+                "```bash\n" + "\n".join(rows[4:]) + "\nfinetune tc9 none\n```\n")
+        found = results.read_rows(page)
+        assert [f"{row['row']}   # {row['paper']}" for row in found] == rows
+        tables = [row["table"] for row in found]
+        assert tables == ["Table 3, and more"] * 4 + ["Others: Table 4"] * 4
+        monkeypatch.chdir(tmp_path)
+        best = {}
+        for i in (0, 1, 3, 4, 5, 6):      # the others have not run
+            script, *flags = results.find_command(found[i]["row"])
+            flags += {1: ["--lr", "0.1"], 3: ["--max-steps", "5"]}.get(i, [])
+            name = script.removesuffix(".py").replace("linprobe", "linear")
+            scores, _, log = play(name, flags)
+            best[i] = scores and max(line.get("top1", line.get("miou", 0)) for line in log)
+        epochs = [f"runs/tc2/epoch_000{epoch}.pt" for epoch in (0, 1, 2)]
+        knns = knn.main(knn.parse_args([*epochs, teacher, "--data", photos, *QUICK]))
+        (tmp_path / "other").symlink_to(photos)
+        for other in (["--pool", "mean"], ["-k", "1"], ["--temperature", "1"], ["--data", "other"]):
+            knn.main(knn.parse_args([*epochs, "--data", photos, *QUICK, *other]))
+        with open("runs/tc2/knn.jsonl") as file:      # as if the others were better
+            lines = [json.loads(line) for line in file]
+        Path("runs/tc2/knn.jsonl").write_text("".join(
+            json.dumps(line | ({"top1": 99.0} if i > 3 else {})) + "\n"
+            for i, line in enumerate(lines)))
+        (tmp_path / "runs").rename(tmp_path / "moved")
+        best[0] = max(knns[:3])
+        monkeypatch.setattr(results, "read_rows", lambda text: [dict(row) for row in found])
+        others = {"table": "Table 99", "row": "pretrain tc9", "paper": "1"}
+        found.append(others)
+        *table, _ = results.main(results.parse_args(["moved", "--markdown"]))
+        assert [row["measured"] for row in table] == [best.get(i) for i in range(8)]
+        assert table[0]["difference"] == pytest.approx(best[0] - 75.4)
+        assert table[0]["note"] == f"best at epoch {max(i for i in range(3) if knns[i] == best[0])}"
+        assert table[1]["note"] == "other flags: lr 0.1"
+        assert table[3]["note"] == "epoch 1.25 of 2"
+        assert "best at epoch" in table[5]["note"]
+        assert table[5]["difference"] == pytest.approx(best[5] - 84.1)
+        assert [row["difference"] is None for row in table] == [0, 1, 1, 1, 0, 0, 0, 1]
+        out = capsys.readouterr().out
+        assert "Table 99" not in out
+        results.main(results.parse_args(["moved", "--all"]))
+        assert "Table 99" in capsys.readouterr().out
+        for row in table:
+            line, = (line for line in out.splitlines() if line.startswith(f"| {row['row']} |"))
+            assert f"| {row['paper']} | " in line and line.endswith(f" | {row['note']} |")
+
+    def test_the_papers_accuracies_have_the_deviations_of_table_a5(self):
+        accuracies = {
+            "pretrain tc2": 75.39, "pretrain tc2-seed1 --seed 1": 75.40,
+            "pretrain tc2-seed2 --seed 2": 75.23, "probe tc2 linear": 79.60,
+            "probe tc2-seed1 linear": 79.54, "probe tc2-seed2 linear": 79.63, "probe tc2 ep": 80.19,
+            "probe tc2-seed1 ep": 80.21, "probe tc2-seed2 ep": 80.28}
+        rows = [row | {"measured": accuracies.get(row["row"], 0.0), "difference": 0.0}
+                for row in results.read_rows(PAGES["REPRODUCE"])]
+        found = results.seed_deviations(rows)
+        assert {name: round(deviation, 3) for name, deviation in found.items()} == {
+            "pretrain tc2": 0.078, "probe tc2 linear": 0.037, "probe tc2 ep": 0.039}
+        for row in rows:      # not measured, or with other flags
+            if row["row"] == "probe tc2-seed2 ep":
+                row["difference"] = None
+        assert list(results.seed_deviations(rows)) == ["pretrain tc2", "probe tc2 linear"]
+
+    def test_the_comparison_pairs_students_by_seed(self, pretended, photos, teacher, tmp_path,
+                                                   capsys):
+        compare.main(*compare.parse_args(["--data", photos, "--teacher", teacher, "--seeds", "4",
+                                          "7", "--out", str(tmp_path), *SMALLER]))
+        assert {(args.seed, args.experts, args.loss_weights, args.detach, *args.entropy_weight)
+                for _, args in pretended} == {
+            (seed, *arm) for seed in (4, 7) for arm in (
+                (0, "dispatch", False, 5.0), (2, "uniform", False, 0.05, 0.0),
+                (2, "dispatch", True, 0.05, 0.0), (2, "dispatch", False, 0.05, 0.0))}
+        first, *tables, _ = capsys.readouterr().out.split("\n\n")
+        assert "32 training and 16 validation images of 4 classes" in first
+
+        val = data.open_images(photos, "val", 32)
+        views = [data.CenterViews(data.open_images(photos, split, 32), 32)
+                 for split in ("train", "val")]
+        found = {}
+        for arm, seed in itertools.product(compare.ARMS, (4, 7)):
+            folder = tmp_path / f"{arm}-{seed}"
+            encoder = build_frozen(str(folder / "last.pt"))
+            (bank, labels), (queries, truth) = (
+                [torch.stack(each) for each in zip(*(
+                    (F.normalize(encoder(view["image"][None] / 255)[0, 0], dim=0),
+                     torch.tensor(view["label"])) for view in map(of.__getitem__, range(len(of)))))]
+                for of in views)
+            log, = read_run(folder)[1]
+            found[arm, seed] = [
+                np.array([log.get("token_unweighted", log["token"])]),
+                *(100 * (classes == truth).numpy() for classes in (
+                    knn.classify(queries, bank, labels, 4, 20, 0.07),
+                    measures.probe(bank, labels, queries, 4)))]
+        for which, table, accuracy in zip(range(3), tables, (1e-4, 0.1, 0.1)):
+            for row in table.splitlines()[1:]:
+                arm, mean, *differences = row.replace("±", "").split()
+                expected = [np.mean([found[arm, seed][which] for seed in (4, 7)])]
+                for other in {"none": (), "uniform": ("none",)}.get(arm, ("none", "uniform")):
+                    less = np.array([found[arm, seed][which] - found[other, seed][which]
+                                     for seed in (4, 7)])
+                    # 12.706 is Student's t of one degree of freedom
+                    of_seeds = 12.706 * less.mean(1).std(ddof=1) / 2 ** 0.5
+                    of_images = 1.96 * less.mean(0).std(ddof=1) / len(val) ** 0.5 if which else 0
+                    expected += [less.mean(), math.hypot(of_seeds, of_images)]
+                assert list(map(float, [mean, *differences])) == pytest.approx(expected, rel=0.01,
+                                                                               abs=0.6 * accuracy)
+
+    def test_the_comparison_ends_where_data_a_flag_or_a_stage_fails(self, pretended, photos,
+                                                                    tmp_path, monkeypatch,
+                                                                    capsys):
+        """The comparison ends before its first run, if possible."""
+        argv = ["--data", photos, "--teacher", "timm/test_vit/random", "--out", str(tmp_path),
+                *SMALLER]
+        shutil.copytree(Path(photos, "train"), tmp_path / "half" / "train")
+        for wrong in (["--data", str(tmp_path / "half")], ["--data", "x"]):
+            with pytest.raises(common.UserError, match=wrong[1]):
+                compare.main(*compare.parse_args([*argv, *wrong]))
+        with pytest.raises(SystemExit):
+            compare.main(*compare.parse_args([*argv, "--expert", "3"]))
+        assert not pretended
+        failing = Mock(return_value=Mock(returncode=2))
+        monkeypatch.setattr(compare, "subprocess", Mock(run=failing))
+        with pytest.raises(SystemExit, match="2"):
+            compare.main(*compare.parse_args(argv))
+        failing.assert_called_once()
+        started = []
+
+        def interrupted(command):      # by Ctrl-C, at which a stage saves and ends well
+            started.append(command)
+            signal.raise_signal(signal.SIGINT)
+            return Mock(returncode=0)
+        monkeypatch.setattr(compare, "subprocess", Mock(run=interrupted))
+        with pytest.raises(SystemExit, match="resumes"):
+            compare.main(*compare.parse_args(argv))
+        assert len(started) == 1
 
 
-def test_the_comparison_ends_where_data_a_flag_or_a_stage_fails(pretended, photos, tmp_path,
-                                                                monkeypatch, capsys):
-    """Before the first run, if it can know."""
-    argv = ["--data", photos, "--teacher", "timm/test_vit/random", "--out", str(tmp_path), *SMALLER]
-    shutil.copytree(Path(photos, "train"), tmp_path / "half" / "train")
-    for wrong in (["--data", str(tmp_path / "half")], ["--data", "x"]):
-        with pytest.raises(common.UserError, match=wrong[1]):
-            compare.main(*compare.parse_args([*argv, *wrong]))
-    with pytest.raises(SystemExit):
-        compare.main(*compare.parse_args([*argv, "--expert", "3"]))
-    assert not pretended
-    failing = Mock(return_value=Mock(returncode=2))
-    monkeypatch.setattr(compare, "subprocess", Mock(run=failing))
-    with pytest.raises(SystemExit, match="2"):
-        compare.main(*compare.parse_args(argv))
-    failing.assert_called_once()
-    started = []
-
-    def interrupted(command):      # by Ctrl-C, at which a stage saves and ends well
-        started.append(command)
-        signal.raise_signal(signal.SIGINT)
-        return Mock(returncode=0)
-    monkeypatch.setattr(compare, "subprocess", Mock(run=interrupted))
-    with pytest.raises(SystemExit, match="resumes"):
-        compare.main(*compare.parse_args(argv))
-    assert len(started) == 1
-
-
-# -------------------------------------------------------------------------------- pages
-
-PAGES = {name: (HERE / f"{name}.md").read_text("utf-8")
-         for name in ("README", "USING", "REPRODUCE", "RUNNING", "CONTRIBUTING")}
 STAGES = {f"{module.__name__}.py": module for module in SCRIPTS.values()}
 # Bash programs print the commands that they would start, instead of starting them.
 STAND_INS = """
@@ -3909,6 +4002,7 @@ python() { printf '%q ' "$@"; echo; }
 
 
 def blocks(page, language):
+    """The pieces of code of a page in this language"""
     return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.M | re.S)
 
 
@@ -3918,21 +4012,8 @@ def fragment(words):
     return code
 
 
-def test_the_readmes_example_has_the_gradients_that_it_says(capsys):
-    code, = (code for code in blocks("README", "python") if "logits.grad" in code)
-    exec(code, names := {})
-    printed = re.findall(r"-?\d\.\d*", capsys.readouterr().out.splitlines()[0])
-    said = re.search(r"print.*# (.*):", code)[1].split(", ")
-    assert list(map(float, printed)) == pytest.approx(list(map(float, said)), abs=1e-6)
-    said = re.search(r"weights (0.39.*)", code)[1].split(", ")
-    assert names["weight"][0].tolist() == pytest.approx(list(map(float, said)), abs=0.005)
-    assert names["logits"].grad.abs().max() < 1e-7
-
-
 PROGRAMS = {found[1]: code for code in blocks("USING", "python")
             if (found := re.search(r"from model import (SoftMoE|Explore|Router)", code))}
-
-
 PROGRAMS["Router"] += """
 class Yours(torch.nn.Linear):
     def forward(self, images, mask):
@@ -3945,49 +4026,58 @@ routed(images, mask).backward()
 """
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_programs_of_using_run_beside_copies_of_two_files_and_teach_the_router(name, tmp_path):
-    for file in ("losses.py", "model.py"):
-        shutil.copy(HERE / file, tmp_path)
-    (tmp_path / "program.py").write_text(PROGRAMS[name] + textwrap.dedent("""
+class TestPages:
+    def test_the_readmes_example_has_the_gradients_that_it_says(self, capsys):
+        code, = (code for code in blocks("README", "python") if "logits.grad" in code)
+        exec(code, names := {})
+        printed = re.findall(r"-?\d\.\d*", capsys.readouterr().out.splitlines()[0])
+        said = re.search(r"print.*# (.*):", code)[1].split(", ")
+        assert list(map(float, printed)) == pytest.approx(list(map(float, said)), abs=1e-6)
+        said = re.search(r"weights (0.39.*)", code)[1].split(", ")
+        assert names["weight"][0].tolist() == pytest.approx(list(map(float, said)), abs=0.005)
+        assert names["logits"].grad.abs().max() < 1e-7
+
+    @pytest.mark.parametrize("name", PROGRAMS)
+    def test_programs_of_using_run_beside_copies_of_two_files(self, name, tmp_path):
+        for file in ("losses.py", "model.py"):
+            shutil.copy(HERE / file, tmp_path)
+        (tmp_path / "program.py").write_text(PROGRAMS[name] + textwrap.dedent("""
         model = globals().get("student") or routed
         phi, = [p for name, p in model.named_parameters() if name.endswith("phi")][-1:]
         print(phi.grad.norm().item())
     """), "utf-8")
-    code, out, error = finish(start("program.py", folder=tmp_path))
-    assert code == 0, error
-    assert float(out) > 0
+        code, out, error = finish(start("program.py", folder=tmp_path))
+        assert code == 0, error
+        assert float(out) > 0
 
+    def test_the_timm_vit_of_using_works_with_timms_tools(self, tmp_path):
+        """ModelEma copies it, timm's optimizers decay it, and load_encoder reads it."""
+        import timm.optim
+        import timm.utils
+        exec(PROGRAMS["SoftMoE"], names := {})
+        student = names["student"]
+        images = names["images"]
+        copied = timm.utils.ModelEmaV2(student).module.eval()
+        torch.testing.assert_close(copied(images), student.eval()(images))
+        vit = student.vit
+        decayed = {p: group["weight_decay"] > 0 for group in timm.optim.create_optimizer_v2(
+            student, "adamw", 0.1, 0.05).param_groups for p in group["params"]}
+        for name, p in vit.named_parameters():
+            assert decayed[p] == (p.ndim > 1 and name.split(".")[-1] not in (
+                "b1", "b2", "pos_embed", "cls_token")), name
+        torch.save({"model": vit.state_dict()}, tmp_path / "vit.pt")
+        encoder = encoders.load_encoder(tmp_path / "vit.pt").eval()
+        tokens, routing = encoder(images)
+        assert torch.allclose(tokens, vit.forward_features(images), atol=1e-5)
+        assert torch.allclose(routing[11].dispatch, student(images)[1])
 
-def test_the_timm_vit_of_using_is_copied_decayed_and_loaded_as_timms_tools_do_it(tmp_path):
-    """Averaged by a copy (ModelEma), in an optimizer of timm's, and read by load_encoder."""
-    import timm.optim
-    import timm.utils
-    exec(PROGRAMS["SoftMoE"], names := {})
-    student = names["student"]
-    images = names["images"]
-    copied = timm.utils.ModelEmaV2(student).module.eval()
-    torch.testing.assert_close(copied(images), student.eval()(images))
-    vit = student.vit
-    decayed = {p: group["weight_decay"] > 0 for group in timm.optim.create_optimizer_v2(
-        student, "adamw", 0.1, 0.05).param_groups for p in group["params"]}
-    for name, p in vit.named_parameters():
-        assert decayed[p] == (p.ndim > 1 and name.split(".")[-1] not in (
-            "b1", "b2", "pos_embed", "cls_token")), name
-    torch.save({"model": vit.state_dict()}, tmp_path / "vit.pt")
-    encoder = encoders.load_encoder(tmp_path / "vit.pt").eval()
-    tokens, routing = encoder(images)
-    assert torch.allclose(tokens, vit.forward_features(images), atol=1e-5)
-    assert torch.allclose(routing[11].dispatch, student(images)[1])
-
-
-@needs_loopback
-def test_the_router_of_using_is_the_same_in_two_processes_that_train_it(tmp_path):
-    for file in ("losses.py", "model.py"):
-        shutil.copy(HERE / file, tmp_path)
-    build, step = PROGRAMS["Router"].split("images, mask = ")
-    step = textwrap.indent("images, mask = " + step, "    ")
-    (tmp_path / "program.py").write_text(f"""{build}
+    @needs_loopback
+    def test_the_router_of_using_trains_in_two_processes(self, tmp_path):
+        for file in ("losses.py", "model.py"):
+            shutil.copy(HERE / file, tmp_path)
+        build, step = PROGRAMS["Router"].split("images, mask = ")
+        step = textwrap.indent("images, mask = " + step, "    ")
+        (tmp_path / "program.py").write_text(f"""{build}
 import torch.distributed as dist
 dist.init_process_group("gloo")
 routed = torch.nn.parallel.DistributedDataParallel(routed)
@@ -4004,154 +4094,139 @@ dist.all_gather(phis, phi)
 print(torch.equal(*phis), torch.equal(phi, before))
 dist.destroy_process_group()
 """, "utf-8")
-    assert run_two(tmp_path / "program.py") == 2 * "True False\n"
+        assert run_two(tmp_path / "program.py") == 2 * "True False\n"
 
+    def test_flat_losses_are_equation_5(self):
+        code = fragment("flat_loss")
+        patch_loss, weight, mask = rand(3, 9), rand(3, 9), (torch.rand(3, 9) < 0.6).double()
+        mask[1] = 0      # an image without masked patches
+        names = {"torch": torch, "weight": weight, "mask": mask,
+                 "flat_loss": patch_loss[mask.bool()]}
+        exec(code, names)
+        torch.testing.assert_close(names["loss"], losses.weighted_mean(patch_loss, weight * mask))
 
-def test_flat_losses_are_equation_5():
-    code = fragment("flat_loss")
-    patch_loss, weight, mask = rand(3, 9), rand(3, 9), (torch.rand(3, 9) < 0.6).double()
-    mask[1] = 0      # an image without masked patches
-    names = {"torch": torch, "weight": weight, "mask": mask,
-             "flat_loss": patch_loss[mask.bool()]}
-    exec(code, names)
-    torch.testing.assert_close(names["loss"], losses.weighted_mean(patch_loss, weight * mask))
+    def test_packed_images_are_unpacked_for_a_soft_moe(self):
+        moe, lengths = model.SoftMoE(7, 3, 11), [4, 1, 6]
+        x = torch.rand(11, 7)
+        names = dict(torch=torch, moe=moe, x=x, lengths=lengths)
+        exec(fragment("pad_sequence"), names)
+        expected = torch.cat([moe(each[None])[0][0] for each in x.split(lengths)])
+        torch.testing.assert_close(names["y"], expected)
+        padded = dict(moe=moe, x=torch.rand(3, 6, 7), valid=names["valid"],
+                      patch_weights=losses.patch_weights)
+        exec(fragment("False for padding"), padded)
+        assert padded["weight"].shape == (3, 5) and not padded["weight"][1].any()
 
+    def test_a_sparse_student_keeps_visible_patches_of_uneven_masks(self):
+        mask = torch.stack([torch.randperm(25) < count for count in (11, 3, 8)])
+        names = dict(torch=torch, mask=mask)
+        exec(fragment("scatter(1, ids_keep"), names)
+        assert names["ids_keep"].shape == (3, 14)
+        for before, kept, after in zip(mask, names["ids_keep"], names["mask"]):
+            assert not before[kept].any() and sorted(kept.tolist()) == (
+                ~after).nonzero()[:, 0].tolist()
 
-def test_packed_images_are_unpacked_for_a_soft_moe():
-    moe, lengths = model.SoftMoE(7, 3, 11), [4, 1, 6]
-    x = torch.rand(11, 7)
-    names = dict(torch=torch, moe=moe, x=x, lengths=lengths)
-    exec(fragment("pad_sequence"), names)
-    expected = torch.cat([moe(each[None])[0][0] for each in x.split(lengths)])
-    torch.testing.assert_close(names["y"], expected)
-    padded = dict(moe=moe, x=torch.rand(3, 6, 7), valid=names["valid"],
-                  patch_weights=losses.patch_weights)
-    exec(fragment("False for padding"), padded)
-    assert padded["weight"].shape == (3, 5) and not padded["weight"][1].any()
+    def test_a_student_that_is_saved_alone_is_read_with_its_heads(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        student, teacher = model.Explore(nano(experts=2), 7), nano()
+        line = fragment("student.pt").split("encoder = ")[0]
+        exec(line, dict(torch=torch, student=student))
+        images = torch.rand(2, 3, 32, 32)
+        expected = student.encoder.eval()(normalized(images))[0]
+        assert torch.equal(build_frozen("student.pt")(images), expected)
+        assert torch.equal(encoders.load_student("student.pt").head.weight, student.head.weight)
 
+        class Both(nn.Module):      # as in Lightning
+            def __init__(self, student):
+                super().__init__()
+                self.student, self.teacher = student, teacher
+        torch.save({"state_dict": Both(student).state_dict()}, "x.ckpt")
+        found = encoders.load_encoder(encoders.load_checkpoint("x.ckpt", heads=3)).eval()
+        assert torch.equal(found(normalized(images))[0], expected)
+        plain = model.Explore(nano(), 7)      # without a router
+        torch.save({"state_dict": Both(plain).state_dict()}, "x.ckpt")
+        with pytest.raises(common.UserError, match="student.encoder., state_dict teacher.; choose"):
+            encoders.load_checkpoint("x.ckpt", heads=3)
+        found = encoders.load_encoder(encoders.load_checkpoint("x.ckpt", 3, "student.encoder"))
+        assert torch.equal(found.norm.weight, plain.encoder.norm.weight)
+        assert torch.equal(found.cls_token, plain.encoder.cls_token)
 
-def test_a_sparse_student_keeps_visible_patches_of_uneven_masks():
-    mask = torch.stack([torch.randperm(25) < count for count in (11, 3, 8)])
-    names = dict(torch=torch, mask=mask)
-    exec(fragment("scatter(1, ids_keep"), names)
-    assert names["ids_keep"].shape == (3, 14)
-    for before, kept, after in zip(mask, names["ids_keep"], names["mask"]):
-        assert not before[kept].any() and sorted(kept.tolist()) == (
-            ~after).nonzero()[:, 0].tolist()
-
-
-def test_a_student_that_is_saved_alone_is_read_with_its_heads(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    student, teacher = model.Explore(nano(experts=2), 7), nano()
-    line = fragment("student.pt").split("encoder = ")[0]
-    exec(line, dict(torch=torch, student=student))
-    images = torch.rand(2, 3, 32, 32)
-    expected = student.encoder.eval()(normalized(images))[0]
-    assert torch.equal(build_frozen("student.pt")(images), expected)
-    assert torch.equal(encoders.load_student("student.pt").head.weight, student.head.weight)
-
-    class Both(nn.Module):      # as in Lightning
-        def __init__(self, student):
-            super().__init__()
-            self.student, self.teacher = student, teacher
-    torch.save({"state_dict": Both(student).state_dict()}, "x.ckpt")
-    found = encoders.load_encoder(encoders.load_checkpoint("x.ckpt", heads=3)).eval()
-    assert torch.equal(found(normalized(images))[0], expected)
-    plain = model.Explore(nano(), 7)      # without a router
-    torch.save({"state_dict": Both(plain).state_dict()}, "x.ckpt")
-    with pytest.raises(common.UserError, match="student.encoder., state_dict teacher.; choose"):
-        encoders.load_checkpoint("x.ckpt", heads=3)
-    found = encoders.load_encoder(encoders.load_checkpoint("x.ckpt", 3, "student.encoder"))
-    assert torch.equal(found.norm.weight, plain.encoder.norm.weight)
-    assert torch.equal(found.cls_token, plain.encoder.cls_token)
-
-
-def test_encoders_load_beside_copies_of_three_files(encoder, tmp_path):
-    for file in ("encoders.py", "common.py", "model.py"):
-        shutil.copy(HERE / file, tmp_path)
-    (tmp_path / "program.py").write_text(f"""
+    def test_encoders_load_beside_copies_of_three_files(self, encoder, tmp_path):
+        for file in ("encoders.py", "common.py", "model.py"):
+            shutil.copy(HERE / file, tmp_path)
+        (tmp_path / "program.py").write_text(f"""
 from tqdm import tqdm
 before = tqdm.monitor_interval
 from encoders import load_encoder
 print(len(load_encoder({encoder!r}).blocks), tqdm.monitor_interval == before)
 """, "utf-8")
-    code, out, error = finish(start("program.py", folder=tmp_path))
-    assert (code, out) == (0, "4 True\n"), error
+        code, out, error = finish(start("program.py", folder=tmp_path))
+        assert (code, out) == (0, "4 True\n"), error
 
+    def test_using_sees_an_encoders_weights_on_a_photograph(self, encoder, tmp_path):
+        code = fragment("grid=14")
+        names = {"images": torch.rand(3, 3, 40, 40)}
+        code = code.replace("runs/pretrain/epoch_0300.pt", encoder).replace("grid=14", "grid=5")
+        exec(code, names)
+        assert names["tokens"].shape == (3, 26, 96) and set(names["routing"]) == {1, 3}
+        code = fragment("photo.jpg")
+        Image.fromarray(PICTURE).save(tmp_path / "photo.jpg")
+        for old, new in (("photo.jpg", str(tmp_path / "photo.jpg")), ("224", "40"), ("[11]", "[3]"),
+                         ("14, 14", "5, 5"), ("197", "26")):
+            code = code.replace(old, new)
+        exec(code, names)
+        assert names["weights"].shape == (5, 5)
 
-def test_using_loads_an_encoder_and_sees_its_weights_on_a_photograph(encoder, tmp_path):
-    code = fragment("grid=14")
-    names = {"images": torch.rand(3, 3, 40, 40)}
-    exec(code.replace("runs/pretrain/epoch_0300.pt", encoder).replace("grid=14", "grid=5"), names)
-    assert names["tokens"].shape == (3, 26, 96) and set(names["routing"]) == {1, 3}
-    code = fragment("photo.jpg")
-    Image.fromarray(PICTURE).save(tmp_path / "photo.jpg")
-    for old, new in (("photo.jpg", str(tmp_path / "photo.jpg")), ("224", "40"), ("[11]", "[3]"),
-                     ("14, 14", "5, 5"), ("197", "26")):
-        code = code.replace(old, new)
-    exec(code, names)
-    assert names["weights"].shape == (5, 5)
+    @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
+    def test_the_papers_commands_are_ones_that_the_scripts_take(self):
+        page = "\n".join(blocks("REPRODUCE", "bash"))
+        code, out = run_command("bash", "-euc", STAND_INS + page)
+        assert code == 0
+        commands = list(map(shlex.split, out.splitlines()))
+        assert len(commands) > 100
+        parse = functools.cache(lambda script, *flags: vars(STAGES[script].parse_args(flags)))
+        parsed = [parse(*command) for command in commands if command[0] in STAGES]
+        runs = [args for args in parsed if "max_steps" in args]
+        for row in results.read_rows(PAGES["REPRODUCE"]):      # as bash starts them
+            args = parse(*results.find_command(row["row"]))
+            assert [each["out"] for each in runs if each | {"data": args["data"]} == args] == [
+                args["out"]]
+        folders = [args["out"] for args in runs]
+        assert len(set(folders)) == len(folders), "two runs have one folder"
 
+    @pytest.mark.parametrize("page", ("README", "RUNNING", "CONTRIBUTING"))
+    def test_printed_commands_are_ones_that_the_scripts_take(self, page):
+        text = PAGES[page].replace("\\\n", " ")
+        found = re.findall(r"(?:^|`|&& |; )(?:torchrun [^`\n]*?|python |sbatch [^`\n]*?slurm.sh )"
+                           r"(\w+\.py)([^`\n#;]*)", text, re.M)
+        assert found or page == "CONTRIBUTING"
+        for script, flags in found:
+            if script in STAGES:
+                STAGES[script].parse_args(shlex.split(flags))
 
-@pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
-def test_the_commands_of_the_paper_are_ones_that_the_scripts_take():
-    page = "\n".join(blocks("REPRODUCE", "bash"))
-    code, out = run_command("bash", "-euc", STAND_INS + page)
-    assert code == 0
-    commands = list(map(shlex.split, out.splitlines()))
-    assert len(commands) > 100
-    rows = [results.find_command(row["row"]) for row in results.read_rows(PAGES["REPRODUCE"])]
-    parsed = [vars(STAGES[script].parse_args(flags)) for script, *flags in commands
-              if script in STAGES and script != "knn.py"]
-    for script, *flags in rows:      # as bash starts them
-        args = vars(STAGES[script].parse_args(flags))
-        assert [each["out"] for each in parsed if each | {"data": args["data"]} == args] == [
-            args["out"]]
-    folders = []
-    for script, *flags in commands:
-        if script in STAGES:
-            args = STAGES[script].parse_args(flags)
-            folders += [args.out] if hasattr(args, "max_steps") else []
-    assert len(set(folders)) == len(folders), "two runs have one folder"
+    @pytest.mark.parametrize("flags, folder", (
+        ("", "runs/demo"), ("--epochs 8", "runs/demo-epochs-8"), ("--out x/y", "x/y"),
+        ("--epochs 8 --lr 1e-3 --out=x", "x")))
+    def test_the_demo_measures_the_run_that_it_trains(self, tmp_path, flags, folder):
+        """Other flags are another run, which has a folder of its own."""
+        (tmp_path / "python").write_text("#!/bin/sh\necho \"$@\"")
+        (tmp_path / "python").chmod(0o755)
+        code, out = run_command("sh", HERE / "demo.sh", *flags.split(), cwd=tmp_path,
+                                env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+        assert code == 0
+        taught, trained, measured, plotted, analyzed = (
+            STAGES[script].parse_args(argv) for script, *argv in map(str.split, out.splitlines())
+            if script in STAGES)
+        assert trained.teacher == measured.encoders[0] == f"{taught.out}/last.pt"
+        assert trained.out == plotted.runs[0] == folder and measured.out is None
+        for path in (*measured.encoders[1:], *analyzed.checkpoints):
+            assert os.path.dirname(path) == folder
 
+    @pytest.mark.parametrize("page", PAGES)
+    def test_links_between_pages_lead_somewhere(self, page):
+        for target in re.findall(r'\]\((?!http)([^)#]+)|src="([^"]+)"', PAGES[page]):
+            assert (HERE / "".join(target)).exists(), target
 
-@pytest.mark.parametrize("page", ("README", "RUNNING", "CONTRIBUTING"))
-def test_printed_commands_are_ones_that_the_scripts_take(page):
-    text = PAGES[page].replace("\\\n", " ")
-    found = re.findall(r"(?:^|`|&& |; )(?:torchrun [^`\n]*?|python |sbatch [^`\n]*?slurm.sh )"
-                       r"(\w+\.py)([^`\n#;]*)", text, re.M)
-    assert found or page == "CONTRIBUTING"
-    for script, flags in found:
-        if script in STAGES:
-            STAGES[script].parse_args(shlex.split(flags))
-
-
-@pytest.mark.parametrize("flags, folder", (
-    ("", "runs/demo"), ("--epochs 8", "runs/demo-epochs-8"), ("--out x/y", "x/y"),
-    ("--epochs 8 --lr 1e-3 --out=x", "x")))
-def test_the_demo_measures_the_run_that_it_trains(tmp_path, flags, folder):
-    """Other flags are another run, which has a folder of its own."""
-    (tmp_path / "python").write_text("#!/bin/sh\necho \"$@\"")
-    (tmp_path / "python").chmod(0o755)
-    code, out = run_command("sh", HERE / "demo.sh", *flags.split(), cwd=tmp_path,
-                            env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    assert code == 0
-    taught, trained, measured, plotted, analyzed = (
-        STAGES[script].parse_args(argv) for script, *argv in map(str.split, out.splitlines())
-        if script in STAGES)
-    assert trained.teacher == measured.encoders[0] == f"{taught.out}/last.pt"
-    assert trained.out == plotted.runs[0] == folder and measured.out is None
-    for path in (*measured.encoders[1:], *analyzed.checkpoints):
-        assert os.path.dirname(path) == folder
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_between_pages_lead_somewhere(page):
-    for target in re.findall(r'\]\((?!http)([^)#]+)|src="([^"]+)"', PAGES[page]):
-        assert (HERE / "".join(target)).exists(), target
-
-
-# ------------------------------------------------------------------------ cluster script
 
 JOB = str(7_000_000 + os.getpid())      # Slurm's number, from which slurm.sh makes a port
 
@@ -4185,236 +4260,29 @@ exit ${code:-0}"""}
     return run_script
 
 
-def test_the_cluster_script_gives_each_task_its_rank_and_all_arguments(submit):
-    python = 'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR:$MASTER_PORT" "$#" "$@"'
-    code, out, told = submit(python, "knn.py", "--out", "two words", tasks=3)
-    port = 20000 + int(JOB) % 10000
-    assert code == 0 and told == "" and sorted(out.splitlines()) == [
-        f"{rank} {rank} 3 127.0.0.1:{port} 3 knn.py --out two words" for rank in range(3)]
+class TestCluster:
+    def test_each_task_has_its_rank_and_all_arguments(self, submit):
+        python = 'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR:$MASTER_PORT" "$#" "$@"'
+        code, out, told = submit(python, "knn.py", "--out", "two words", tasks=3)
+        port = 20000 + int(JOB) % 10000
+        assert code == 0 and told == "" and sorted(out.splitlines()) == [
+            f"{rank} {rank} 3 127.0.0.1:{port} 3 knn.py --out two words" for rank in range(3)]
 
-
-def test_the_cluster_script_requeues_a_run_that_sigusr1_stops_and_no_other(submit, stage, capsys,
-                                                                           monkeypatch, tmp_path):
-    def printed(flags):
-        train(stage("pretrain", flags))
-        (tmp_path / "printed").write_text(capsys.readouterr().out, "utf-8")
-        return f'cat "{tmp_path}/printed"'
-    monkeypatch.setattr(run, "LOG_EVERY", 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(optim, "set_rate", lambda *args: signal.raise_signal(signal.SIGUSR1))
-        assert submit(printed(""))[::2] == (0, f"requeue {JOB}\n")
-    # if it reached others before the one that prints
-    assert submit("echo stopped by a signal")[::2] == (0, f"requeue {JOB}\n")
-    for flags in ("--max-steps 3", ""):
-        assert submit(printed(flags))[::2] == (0, "")
-    assert submit("echo stopped by SIGINT")[::2] == (0, "")
-    assert submit("kill -USR1 $$")[::2] == (138, "")      # knn.py, which has nothing to resume
-    python = '[ $RANK = 0 ] || exit 2; echo stopped by SIGUSR1'
-    assert submit(python, tasks=2)[::2] == (0, f"requeue {JOB}\n")      # it has saved
-
-
-# ----------------------------------------------------- fixtures and helpers of all sections
-
-@pytest.fixture(autouse=True)
-def seeded():
-    """Every test has the same random numbers."""
-    torch.manual_seed(0)
-    common.stopped_by = 0
-
-
-@pytest.fixture(scope="session")
-def photos(tmp_path_factory):
-    """ImageNet's layout: 4 classes of 8 training and 4 validation JPEGs of different sizes."""
-    root = tmp_path_factory.mktemp("photos")
-    for split, count in (("train", 8), ("val", 4)):
-        for label, i in np.ndindex(4, count):
-            folder = root / split / f"class_{label}"
-            folder.mkdir(parents=True, exist_ok=True)
-            picture = Shapes(split, 40 + 4 * i)[label + 10 * i][0].permute(1, 2, 0).numpy()
-            Image.fromarray(picture[:, :36 + 2 * i]).save(folder / f"{i}.jpg", quality=95)
-    return str(root)
-
-
-@pytest.fixture(scope="session")
-def scenes(tmp_path_factory):
-    """ADE20K's layout: eight training and three validation photographs of 11 classes."""
-    root = tmp_path_factory.mktemp("scenes")
-    for split, name, count in (("train", "training", 8), ("val", "validation", 3)):
-        shapes = Shapes(split, 72)
-        for kind in ("images", "annotations"):
-            (root / kind / name).mkdir(parents=True)
-        for i in range(count):
-            rows = slice(20, 50 + 2 * i)      # twice as wide as high
-            picture = shapes[i][0].permute(1, 2, 0).numpy()[rows]
-            Image.fromarray(picture).save(root / "images" / name / f"{i}.jpg", quality=95)
-            annotation = shapes.annotation(i).numpy()[rows]
-            Image.fromarray(annotation).save(root / "annotations" / name / f"{i}.png")
-    return str(root)
-
-
-def nano(**vit):
-    return model.build_vit("vit_nano", **dict(image_size=32, patch_size=8) | vit)
-
-
-SMALL_DECODER = dict(dim=64, depth=1, heads=2)
-small_student = functools.partial(model.Explore, decoder=SMALL_DECODER)
-small_decoder = functools.partial(pretrain.build_student, decoder=SMALL_DECODER)
-
-
-def write_checkpoint(path, **vit):
-    """A checkpoint of ours around a fresh encoder -> its path"""
-    encoder = nano(**vit)
-    state = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
-    torch.save({"model": state, "encoder": encoder.config, "args": {}}, path)
-    return str(path)
-
-
-@pytest.fixture(scope="session")
-def teacher(tmp_path_factory):
-    torch.manual_seed(1)
-    return write_checkpoint(tmp_path_factory.mktemp("teacher") / "teacher.pt", depth=1, dim=60)
-
-
-@pytest.fixture(scope="session")
-def encoder(tmp_path_factory):
-    torch.manual_seed(2)
-    return write_checkpoint(tmp_path_factory.mktemp("encoder") / "e2.pt", experts=2)
-
-
-@pytest.fixture
-def stage(photos, scenes, teacher, encoder, tmp_path, monkeypatch):
-    """stage(name, "--flags of one string", *words, out="run") -> a run's command line.
-
-    It has eight steps, four an epoch. In this process, the pixel decoder is a small one.
-    """
-    monkeypatch.setattr(pretrain, "build_student", small_decoder)
-    epochs = ["--epochs", "2", "--warmup-epochs", "1", "--batch-size", "8", "--data", photos]
-    iterations = ("--iterations 8 --warmup-iterations 1 --batch-size 4 --save-every 4 "
-                  "--classes 11 --crop-size 32 --width 8").split()
-    argv = {"pretrain": [*TOY, "--teacher", teacher, *epochs],
-            "finetune": [encoder, *epochs, *QUICK],
-            "linear": [encoder, *epochs, *QUICK],
-            "ep": [encoder, *epochs, *QUICK, "--probe", "ep"],
-            "segment": [encoder, "--data", scenes, *iterations, *QUICK],
-            "knn": [encoder, "--data", photos, *QUICK]}
-
-    def build(name, flags="", *words, out="run"):
-        return [*argv[name], "--out", str(tmp_path / out), *flags.split(), *words]
-    return build
-
-
-def play(name, argv):
-    """Runs the stage `name` of SCRIPTS on command-line flags, in this process.
-
-    -> (what its main returns, the contents of last.pt, the lines of the log)
-    """
-    args = SCRIPTS[name].parse_args(argv)
-    return SCRIPTS[name].main(args), *read_run(args.out)
-
-
-def train(argv):
-    """Pretrains in this process -> (last.pt, the log)"""
-    return play("pretrain", argv)[1:]
-
-
-def read_run(folder):
-    lines = Path(folder, "log.jsonl").read_text().splitlines()
-    last = torch.load(Path(folder, "last.pt"), weights_only=False)      # the faster way
-    return last, list(map(json.loads, lines))
-
-
-def spy(monkeypatch, owner, name):
-    """-> a growing list of the calls of a function, which still does its work"""
-    mock = Mock(wraps=getattr(owner, name))
-    monkeypatch.setattr(owner, name, mock)
-    return mock.call_args_list
-
-
-# To import PyTorch and timm takes seconds. This server does it once, and forks itself for each
-# program that a test starts.
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["timm.data", "torch", "torchvision.transforms.v2", "tqdm"])
-PROGRAM = """
-import multiprocessing, os, runpy, sys
-multiprocessing.set_start_method(None, force=True)      # loaders start as they do without a server
-os.setsid()
-os.dup2(os.open(f"{files}/out", os.O_WRONLY | os.O_CREAT), 1)
-os.dup2(os.open(f"{files}/error", os.O_WRONLY | os.O_CREAT), 2)
-os.chdir(folder)
-os.environ.update(variables)
-sys.argv = argv
-sys.path = [os.path.dirname(argv[0]), *(path for path in sys.path if path != here)]
-runpy.run_path(argv[0], run_name="__main__")
-"""
-
-
-def start(script, *argv, folder=HERE, **variables):
-    """Starts `python SCRIPT ARGV` in a session of its own."""
-    files = tempfile.TemporaryDirectory()
-    names = dict(files=files.name, folder=str(folder), variables=os.environ | variables,
-                 argv=[str(Path(folder, script)), *map(str, argv)], here=str(HERE))
-    program = SERVER.Process(target=exec, args=(PROGRAM, names))
-    program.start()
-    return program, files
-
-
-def finish(started):
-    """Waits for a program -> (exit code, standard output, standard error)"""
-    program, files = started
-    program.join(300)
-    if program.exitcode is None:
-        os.killpg(program.pid, signal.SIGKILL)
-        program.join()
-    with files as folder:
-        return program.exitcode, *(Path(folder, name).read_text("utf-8")
-                                   for name in ("out", "error"))
-
-
-def run_command(*argv, **kwargs):
-    """Runs a command in a session of its own -> (exit code, standard output)"""
-    process = subprocess.Popen(argv, text=True, stdout=subprocess.PIPE, start_new_session=True,
-                               **kwargs)
-    try:
-        out, _ = process.communicate(timeout=300)
-    finally:
-        with contextlib.suppress(ProcessLookupError):      # if nothing of it is left
-            os.killpg(process.pid, signal.SIGTERM)
-    return process.returncode, out
-
-
-def start_two(script, *argvs, **variables):
-    """Starts two processes of one group, with the variables that torchrun sets."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        variables |= dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                          MASTER_PORT=str(free.getsockname()[1]))
-    started = []
-    for rank, argv in zip("01", argvs):
-        started.append(start(script, *argv, RANK=rank, LOCAL_RANK=rank, **variables))
-    return started
-
-
-def run_two(script, *argv):
-    """Runs a script in two processes -> the standard output of both"""
-    ends = list(map(finish, start_two(script, argv, argv)))
-    assert [code for code, _, _ in ends] == [0, 0], "".join(error for _, _, error in ends)
-    return "".join(out for _, out, _ in ends)
-
-
-def refusal(capsys, name, *argv):
-    """Runs a stage on flags that it must refuse -> its one line of error."""
-    with pytest.raises(SystemExit) as stop:
-        common.launch(SCRIPTS[name].main, SCRIPTS[name].parse_args(list(argv)))
-    assert stop.value.code == 2
-    error = capsys.readouterr().err.strip()
-    assert "Traceback" not in error
-    return error.split("error: ", 1)[1]
-
-
-def assert_same_bits(a, b):
-    for part in ("model", "optimizer"):
-        torch.testing.assert_close(a[part], b[part], rtol=0, atol=0)
-
-
-def normalized(images):
-    return TF.normalize(images, model.IMAGENET_MEAN, model.IMAGENET_STD)
+    def test_a_run_that_sigusr1_stops_is_requeued_and_no_other(self, submit, stage, capsys,
+                                                               monkeypatch, tmp_path):
+        def printed(flags):
+            train(stage("pretrain", flags))
+            (tmp_path / "printed").write_text(capsys.readouterr().out, "utf-8")
+            return f'cat "{tmp_path}/printed"'
+        monkeypatch.setattr(run, "LOG_EVERY", 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(optim, "set_rate", lambda *args: signal.raise_signal(signal.SIGUSR1))
+            assert submit(printed(""))[::2] == (0, f"requeue {JOB}\n")
+        # if it reached others before the one that prints
+        assert submit("echo stopped by a signal")[::2] == (0, f"requeue {JOB}\n")
+        for flags in ("--max-steps 3", ""):
+            assert submit(printed(flags))[::2] == (0, "")
+        assert submit("echo stopped by SIGINT")[::2] == (0, "")
+        assert submit("kill -USR1 $$")[::2] == (138, "")      # knn.py, which has nothing to resume
+        python = '[ $RANK = 0 ] || exit 2; echo stopped by SIGUSR1'
+        assert submit(python, tasks=2)[::2] == (0, f"requeue {JOB}\n")      # it has saved
