@@ -2425,12 +2425,12 @@ class TestResume:
         """Otherwise, a run that resumes would differ from one that never stopped."""
         student = small_student(nano(image_size=64, patch_size=4, experts=2, depth=2), 60,
                                 dense=encoding == "dense", pixels=True)
-        images, targets = torch.rand(16, 3, 64, 64), torch.randn(16, 257, 60)
-        mask = torch.stack([torch.randperm(256) < 102 for _ in range(16)])
+        images, targets = torch.rand(8, 3, 64, 64), torch.randn(8, 257, 60)
+        mask = torch.stack([torch.randperm(256) < 102 for _ in range(8)])
         gradients = []
         torch.set_num_threads(2)
         try:
-            for _ in range(4):
+            for _ in range(3):
                 student.zero_grad()
                 values, regularizer, _ = losses.explore_losses(
                     student(images, mask, visible(mask)), targets, images, mask, objectives=ALL)
