@@ -3493,7 +3493,7 @@ class TestAnalyze:
         monkeypatch.setattr(analyze, "SAMPLED_TOKENS", 60)
         path = write_student("one")
         args = analyze.parse_args([path, *FIVE, "--batch-size", "2", "--block", "1"])
-        measured = analyze.analyze_checkpoint(path, args, common.Process(args))
+        measured = analyze.analyze_checkpoint(path, args.data, args, common.Process(args))
         numbers = measured["numbers"]
 
         rng = np.random.default_rng(3)
@@ -3550,12 +3550,13 @@ class TestAnalyze:
         path, other = write_student("one"), write_student("other", scale=9.0)
         show(path, other)
         args = analyze.parse_args([path, *FIVE])
-        one, last = (analyze.analyze_checkpoint(each, args, common.Process(args))
+        one, last = (analyze.analyze_checkpoint(each, args.data, args, common.Process(args))
                      for each in (path, other))
         # images, 2 x 3 experts, losses
         axes = np.array(drawn["heatmaps.png"].axes[:40]).reshape(8, 5)
         for column, axis in enumerate(axes[7]):
             assert np.array_equal(axis.images[1].get_array(), last["losses"][column].view(4, 4))
+            assert np.allclose(axis.images[1].get_clim()[1], np.quantile(last["losses"], 0.99))
         axes = axes[:7]
         for column, image in enumerate(one["images"].permute(0, 2, 3, 1).numpy()):
             assert np.array_equal(axes[0, column].images[0].get_array(), image)
@@ -3569,6 +3570,12 @@ class TestAnalyze:
         half = np.quantile(abs(weights - 1), 0.99)
         for image in axes[1:].flat:      # one scale, by which rows can be compared
             assert np.allclose(image.images[1].get_clim(), (max(0, 1 - half), 1 + half))
+
+    def test_all_models_see_the_images_of_the_first_ones_set(self, write_student, monkeypatch):
+        paths = [write_student(name, data=name) for name in ("shapes", "shapes-noise")]
+        opened = spy(monkeypatch, data, "open_images")
+        analyze.main(analyze.parse_args([*paths, *FIVE[2:]]))
+        assert [call.args[0] for call in opened] == ["shapes"] * 2
 
     def test_of_many_checkpoints_expert_0_is_drawn_in_their_order(self, write_student, drawn):
         models = show(*(write_student(name, scale) for name, scale in zip("cab", (9, 1, 3))))
@@ -3801,15 +3808,17 @@ class TestExperiments:
     def test_the_tables_pair_arms_by_seed(self, tmp_path, capsys, monkeypatch):
         probes = {"none": {0: 9.0, 3: 40.0, 4: 42.0, 5: 47.0},
                   "routed": {3: 41.0, 4: 44.0, 5: 50.0}, "uniform": {3: 40.5, 4: 43.0}}
-        rows = [dict(arm=arm, seed=seed, epochs=16, images=4000, probe=probe, knn=2 * probe)
+        rows = [photos_experiment.DEFAULTS | photos_experiment.ARMS[arm] | dict(
+                    arm=arm, seed=seed, epochs=16, images=4000, probe=probe, knn=2 * probe)
                 for arm, found in probes.items() for seed, probe in found.items()]
+        rows.append(rows[-1] | dict(lambda_=7.0, probe=0.0))      # another setting
         write_text(tmp_path / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         photos_tables.main(photos_tables.parse_args(["--rows", str(tmp_path / "rows.jsonl")]))
         _, title, _, _, _, *lines = capsys.readouterr().out.splitlines()
         assert title == "16 epochs of 4000 images, 3 seeds"
         cells = {line.split(" | ")[0]: line.strip("| ").split(" | ")[1:] for line in lines}
         assert cells["| none"] == ["43.0", "", "-0.75 ± 3.18", "", "-1.50 ± 6.36"]
-        assert cells["| uniform"][:3] == ["41.8", "+0.75 ± 3.18", ""]
+        assert cells["| uniform (2 seeds)"][:3] == ["41.8", "+0.75 ± 3.18", ""]
         assert cells["| routed"][:2] == ["45.0", "+2.00 ± 2.48"]
 
     def test_the_picture_shows_photographs_weights_and_losses(self, photo_cache, monkeypatch):
@@ -4205,8 +4214,8 @@ print(len(load_encoder({encoder!r}).blocks), tqdm.monitor_interval == before)
                 STAGES[script].parse_args(shlex.split(flags))
 
     @pytest.mark.parametrize("flags, folder", (
-        ("", "runs/demo"), ("--epochs 8", "runs/demo-epochs-8"), ("--out x/y", "x/y"),
-        ("--epochs 8 --lr 1e-3 --out=x", "x")))
+        ("", "runs/demo"), ("--epochs 8", "runs/demo-epochs-8"),
+        ("--epochs 8 --out x/y", "runs/demo-epochs-8-out-x-y")))
     def test_the_demo_measures_the_run_that_it_trains(self, tmp_path, flags, folder):
         """Other flags are another run, which has a folder of its own."""
         (tmp_path / "python").write_text("#!/bin/sh\necho \"$@\"")
