@@ -2676,6 +2676,14 @@ class TestSignals:
             common.launch(SCRIPTS[name].main, args)
         assert read_run(args.out)[0]["step"] == 4
 
+    def test_a_signal_comes_before_the_last_evaluation(self, stage, monkeypatch, capsys):
+        """slurm.sh requeues the job in time, and the same command evaluates."""
+        at_step(monkeypatch, 7, lambda: signal.raise_signal(signal.SIGUSR1))
+        _, state, log = play("finetune", stage("finetune"))
+        assert "stopped by SIGUSR1" in capsys.readouterr().out
+        assert state["step"] == 8 and state["evaluation_due"] and "top1" not in log[-1]
+        assert "top1" in play("finetune", stage("finetune"))[2][-1]
+
     def test_a_program_that_fails_ends_its_workers(self, stage, tmp_path):
         """They do not listen to SIGTERM, and its error is the last line."""
         program = driver(tmp_path, "step == 6 and 1 / 0")
