@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import gc
+import io
 import itertools
 import json
 import math
@@ -1682,6 +1683,17 @@ class TestData:
         with pytest.raises(common.UserError, match="cannot read the image"):
             segment.EvalScenes(seen.dataset, 32, 11)[3]
 
+    @pytest.mark.parametrize("length, fits", ((70, True), (71, False)))
+    def test_a_long_temporary_folder_is_refused_for_sockets(self, monkeypatch, length, fits):
+        """A socket's name has 108 bytes at most, and loaders would wait for each other for good."""
+        monkeypatch.setattr(data.tempfile, "gettempdir", lambda: "/" + "t" * (length - 1))
+        monkeypatch.setattr(data, "DataLoader", lambda *args, **kwargs: [{"label": torch.ones(1)}])
+        for workers in (0, 1):
+            batches = data.load([1, 2], [[0, 1]], loading()[1], workers)
+            refused = workers and not fits
+            with pytest.raises(common.UserError) if refused else contextlib.nullcontext():
+                assert list(batches) == [{"label": torch.ones(1)}]
+
 
 def beit_mask(rng, grid, count, smallest):
     """BEiT's MaskingGenerator in plain words, with random patches for what it leaves missing."""
@@ -2726,6 +2738,14 @@ def save(*args, save=torch.save):
         parts, _ = train(argv)                     # another number of processes: the same curve
         torch.testing.assert_close(whole["model"], parts["model"], rtol=1e-5, atol=1e-4)
 
+    def test_what_nohup_ignores_stays_ignored(self, stage, monkeypatch):
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            at_step(monkeypatch, 1, lambda: signal.raise_signal(signal.SIGHUP))
+            assert train(stage("pretrain"))[0]["step"] == 8
+        finally:
+            signal.signal(signal.SIGHUP, before)
+
 
 class TestFolder:
     @pytest.mark.parametrize("name", ("best.pt", "epoch_0007.pt"))
@@ -2783,6 +2803,11 @@ class TestFolder:
         assert run.find_origin()["commit"] == commit
         (tmp_path / "run.py").write_text("2")
         assert run.find_origin()["commit"] == f"{commit}+changes"
+
+    def test_a_file_system_without_locks_is_named_and_used(self, stage, monkeypatch, capsys):
+        monkeypatch.setattr(run.fcntl, "lockf", Mock(side_effect=OSError))
+        assert train(stage("pretrain"))[0]["step"] == 8
+        assert "no locks" in capsys.readouterr().err
 
 
 def nan_losses(patch, steps):
@@ -3132,6 +3157,16 @@ class TestKNN:
         error = refusal(capsys, "knn", str(tmp_path / "inf.pt"), *stage("knn")[1:])
         assert error.startswith(str(tmp_path / "inf.pt"))
         assert not (tmp_path / "run" / "knn.jsonl").exists()
+
+    def test_a_row_that_stdout_cannot_show_is_kept(self, stage, encoder, monkeypatch, tmp_path):
+        path = str(shutil.copy(encoder, tmp_path / "ü.pt"))
+        argv = stage("knn")
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii", "strict"))
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        common.launch(knn.main, knn.parse_args([path, *argv[1:]]))
+        out = sys.stdout.buffer.getvalue().decode()
+        row, = run.read_lines(tmp_path / "run" / "knn.jsonl")
+        assert row["encoder"] == path and f"{row['top1']:6.2f}%" in out and "?.pt" in out
 
 
 class TestTransfer:
@@ -3602,6 +3637,14 @@ class TestAnalyze:
             torch.save(file | {"model": bad}, path)
             error = refusal(capsys, "analyze", path, *FIVE)
             assert error.startswith(f"{path}: ") and "not finite" in error
+
+    def test_a_picture_says_if_the_loss_had_other_weights(self, write_student, drawn, capsys):
+        for kind, said in (("uniform", 2), ("combine", 2), ("dispatch", 0)):
+            numbers, = show(write_student(kind, loss_weights=kind))
+            title, _ = filter(None, (axis.get_title() for axis in drawn["heatmaps.png"].axes))
+            assert numbers["loss_weights"] == kind
+            text = f"(the loss had {kind} weights)"
+            assert (title + capsys.readouterr().out).count(text) == said
 
 
 @pytest.fixture
