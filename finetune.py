@@ -81,7 +81,7 @@ def main(args) -> dict[str, float]:
     else:
         encoder = build_vit(args.model, image_size=image_size, patch_size=patch_size,
                             drop_path=args.drop_path)
-    supervised.apply_recipe(args, encoder)
+    recipe = supervised.apply_recipe(args, encoder)
     # a thousandth of the usual std, as in the release
     head = LinearHead(encoder.dim, len(dataset.classes), args.pool, std=0.001 * 0.02)
     classifier = Classifier(encoder, head).to(process.device)
@@ -90,7 +90,8 @@ def main(args) -> dict[str, float]:
         encoder.compile_blocks()
     return supervised.fit_classifier(
         args, process, classifier, dataset, val, image_size, erase=True,
-        title=args.checkpoint or f"{args.model} from scratch", encoder=encoder.config,
+        title=f"{args.checkpoint}, {recipe}," if checkpoint else f"{args.model} from scratch",
+        encoder=encoder.config,
         weights=digest(checkpoint["model"]) if checkpoint else "",
         lr_scale=optim.layerwise_lr(len(encoder.blocks), layer_decay))
 

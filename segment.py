@@ -363,7 +363,7 @@ def main(args) -> dict[str, float]:
 
     common.seed_torch("weights", args.seed)
     encoder = load_encoder(checkpoint, crop // patch_size, args.drop_path)
-    supervised.apply_recipe(args, encoder)
+    recipe = supervised.apply_recipe(args, encoder)
     segmenter = Segmenter(encoder, classes, args.width).to(process.device)
     if process.world > 1 and process.device.type == "cuda":
         # In place. Batch statistics are over all ranks' images, for which the host waits in each
@@ -390,7 +390,7 @@ def main(args) -> dict[str, float]:
         return evaluate_scenes(segmenter, val_views, args, process)
 
     return supervised.fit(args, process, segmenter, TrainScenes(scenes, crop, classes, args.seed),
-                          compute_loss, evaluate, title=f"UperNet on {args.checkpoint}",
+                          compute_loss, evaluate, title=f"UperNet on {args.checkpoint}, {recipe},",
                           val_images=len(val), encoder=encoder.config,
                           weights=digest(checkpoint["model"]),
                           lr_scale=optim.layerwise_lr(len(encoder.blocks), args.layer_decay))

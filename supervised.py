@@ -111,8 +111,8 @@ def mixup_or_cutmix(classes: int):
 
 # ----------------------------------------------------------------------------- transfer
 
-def apply_recipe(args, encoder: ViT):
-    """Applies --recipe to `encoder`, in place (Table 4).
+def apply_recipe(args, encoder: ViT) -> str:
+    """Applies --recipe to `encoder`, in place (Table 4) -> the recipe in words
 
     FR freezes the routers' phi and scale, FA freezes attention, and ExD drops experts. Raises
     UserError if --recipe does not fit the encoder.
@@ -132,6 +132,7 @@ def apply_recipe(args, encoder: ViT):
     if "exd" in recipe:
         for moe in moes:
             moe.dropout = args.expert_dropout
+    return "recipe " + " ".join(recipe)
 
 
 # ----------------------------------------------------------------------- classification

@@ -5,8 +5,8 @@
 
 The first command trains a teacher from scratch, and pretrains four kinds of students with three
 seeds each: about 20 minutes on two cores with 2,000 photographs. Each run has a folder in --out,
-and the same command resumes. Flags that are not named below go to pretrain.py; expert 0 has lambda
-0.05, and expert 1 none.
+and the same command resumes. Flags that are not named below go to pretrain.py, and change no
+teacher; expert 0 has lambda 0.05, and expert 1 none.
 
 The tables show the last token loss of training, without weights, and the accuracy of k-NN and of a
 linear probe (ridge regression) on [CLS]: means over the seeds, and differences between arms of the
@@ -50,7 +50,10 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[
     parser.add_argument("--teacher", help="as pretrain.py takes it")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="at least two")
     parser.add_argument("--out", default="runs/compare", metavar="FOLDER")
-    return parser.parse_known_args(argv)
+    args, others = parser.parse_known_args(argv)
+    if len(args.seeds) < 2:
+        parser.error("--seeds: intervals need at least two")
+    return args, others
 
 
 def plan(args: argparse.Namespace, others: list[str]) -> list[list[str]]:
@@ -108,8 +111,11 @@ def main(args: argparse.Namespace, others: list[str]):
     for i, (script, *flags) in enumerate(commands, start=1):
         print(f"{i} of {len(commands)}: {script} {flags[-1]}", flush=True)
         code = subprocess.run([sys.executable, f"{sys.path[0]}/{script}", *flags]).returncode
-        if code or stopped:
-            sys.exit(code or "the same command resumes")      # a stage has said why it failed
+        if stopped:
+            sys.exit("the same command resumes")
+        if code:
+            sys.exit(code)      # the stage has said why
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folders = [[Path(args.out, f"{arm}-{seed}") for arm in ARMS] for seed in args.seeds]
     ends = {read_lines(folder / "log.jsonl")[-1]["epoch"] for row in folders for folder in row}
     if len(ends) > 1:      # a signal stopped one
@@ -122,7 +128,10 @@ def main(args: argparse.Namespace, others: list[str]):
     print_table("k-NN, %", right[:, :, 0], 1)
     print_table("probe, %", right[:, :, 1], 1)
     print("\nOf twenty such intervals, one excludes zero by luck.")
+    cv = np.mean([read_lines(row[-1] / "log.jsonl")[-1]["dispatch_cv"][0] for row in folders])
+    print(f"The dispatch_cv of routed students is {cv:.2f}. Below 0.1, their weights are nearly "
+          "uniform; a smaller --entropy-weight makes them differ more.")
 
 
 if __name__ == "__main__":
-    main(*parse_args())
+    common.launch(lambda flags: main(*flags), parse_args())
