@@ -3700,6 +3700,12 @@ class TestPlot:
         known = LINE | {"main", "auxiliary", "miou", "mean_accuracy", "pixel_accuracy", "top5"}
         assert plot.find_panels(known) == ["loss", "lr", "miou"]
 
+    def test_a_notebooks_backend_does_not_matter(self, write_run, tmp_path):
+        run = write_run("one", token=[0.4, 0.2])
+        backend = os.environ | dict(MPLBACKEND="module://a_notebooks.backend")
+        subprocess.run([sys.executable, HERE / "plot.py", run], env=backend, check=True)
+        assert (tmp_path / "one" / "curves.png").exists()
+
 
 @pytest.fixture(scope="session")
 def photo_files(tmp_path_factory):
