@@ -155,7 +155,7 @@ def collect(checkpoint: dict, encoder: ViT, name: str, args, process: common.Pro
 
 
 def analyze_checkpoint(path: str, name: str, args, process: common.Process) -> dict:
-    """Measures one checkpoint -> what is written and drawn of it. Raises UserError.
+    """Measures one checkpoint on the set `name` -> what is written and drawn. Raises UserError.
 
     numbers: for routing.json
     images: uint8 [SHOWN_IMAGES, 3, S, S]
