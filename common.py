@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import datetime
-import json
 import math
 import os
 import pickle
@@ -67,8 +66,13 @@ def rounded(value):
     """Rounds the floats in nested lists and dicts to six digits. NaN and infinity become None,
     because JSON has neither.
     """
-    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"),
-                      parse_constant=lambda text: None)
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(each) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
 
 
 def differences(old: dict, new: dict) -> str:
@@ -293,25 +297,15 @@ class Process:
     def autocast(self):
         return torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None)
 
-    def agree(self, args: argparse.Namespace, prepare):
-        """Calls prepare() in each process, and compares the flags and the facts that it returns.
-
-        Raises UserError in all processes if two of them differ, or if prepare() raises one in any.
-        """
+    def agree(self, args: argparse.Namespace, facts: dict):
+        """Raises UserError in all processes if their flags, or these facts, differ."""
         # machines may have folders of their own
-        facts = {flag(name): value for name, value in vars(args).items()
-                 if name not in ("data", "out", "workers")}
-        try:
-            facts |= prepare()
-        except UserError as error:
-            facts["error"] = str(error)
-        everyone = [facts]
+        facts = facts | {flag(name): value for name, value in vars(args).items()
+                         if name not in ("data", "out", "workers")}
+        everyone = [facts] * self.world
         if self.world > 1:
-            everyone = [None] * self.world
             dist.all_gather_object(everyone, facts)
         for rank, other in enumerate(everyone):
-            if "error" in other:
-                raise UserError(other["error"])
             if changed := differences(everyone[0], other):
                 raise UserError(f"rank {rank} does not run what rank 0 runs: {changed}")
 

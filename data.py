@@ -272,11 +272,11 @@ def block_mask(rng: np.random.Generator, grid: int, ratio: float) -> np.ndarray:
     missing = count_masked(grid, ratio)
     smallest = max(1, round(16 * min(1, grid ** 2 / 14 ** 2)))
     mask = np.zeros((grid, grid), dtype=bool)
-    added = True
-    while missing and added:
-        tries = (add_block(rng, mask, missing, smallest) for _ in range(10))
-        added = next(filter(None, tries), 0)
+    failed = 0      # blocks in a row that did not fit
+    while missing and failed < 10:
+        added = add_block(rng, mask, missing, smallest)
         missing -= added
+        failed = 0 if added else failed + 1
     mask = mask.ravel()
     mask[rng.permutation(np.flatnonzero(~mask))[:missing]] = True
     return mask
@@ -408,24 +408,14 @@ def load(views: Dataset, batches_of_keys, process: Process, workers: int):
         views, batch_sampler=batches_of_keys, num_workers=workers, worker_init_fn=ignore_signals,
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         pin_memory=process.device.type == "cuda", generator=torch.Generator())
-    others = multiprocessing.active_children()
     batches = iter(loader)
-    started = [child for child in multiprocessing.active_children() if child not in others]
-    atexit.register(end_workers, started)
+    atexit.register(end_workers, getattr(batches, "_workers", []))      # none with --workers 0
     try:
         for batch in batches:
             yield {name: value.to(process.device, non_blocking=True)
                    for name, value in batch.items()}
     except UserError as error:      # cut off the traceback that a worker's error begins with
         raise UserError(str(error).split("UserError: ")[-1].strip()) from None
-
-
-def train_batches(views: Dataset, args, process: Process, micro_steps: int, start: int,
-                  stop: int):
-    """Yields this process's micro-batches, from step `start` until before step `stop`."""
-    order = train_order(len(views), args.batch_size, micro_steps, args.seed, start, stop,
-                        process.rank, process.world)
-    return load(views, order, process, args.workers)
 
 
 def eval_batches(views: Dataset, batch_size: int, args, process: Process, what: str = "val"):

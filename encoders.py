@@ -150,28 +150,30 @@ def find_encoder(file: dict, path: str | Path, prefix: str | None) -> dict[str, 
     says which one was taken. Raises ValueError if there is none, or if nothing says which.
     """
     states = {key: x for key, x in file.items() if isinstance(x, dict)} | {"": file}
-    found = []      # (rank, key, prefix)
-    for key, state in states.items():
-        for name in state:
-            if f".{name}".endswith(f".{PATCH_EMBED}"):
-                start = name.removesuffix(PATCH_EMBED)
-                words = re.sub(r"module\.|_orig_mod\.", "", start)
-                routed = any(x.startswith(start) and x.endswith(".phi") for x in state)
-                rank = not routed, position(STATE_DICTS, key), position(PREFIXES, words)
-                if prefix in (None, start, start[:-1]):
-                    found.append((rank, key, start))
+    found = [(key, name.removesuffix(PATCH_EMBED)) for key, state in states.items()
+             for name in state if f".{name}".endswith(f".{PATCH_EMBED}")]      # of each encoder
+    if prefix is not None:
+        found = [(key, start) for key, start in found if start.rstrip(".") == prefix.rstrip(".")]
     if not found:
         largest = max(states.values(), key=len)
         raise ValueError("neither an ExPLoRe checkpoint nor a ViT with timm's names: "
                          + no_such_tensor((prefix or "") + PATCH_EMBED, largest))
-    found.sort()
-    rank, key, start = found[0]
+
+    def rank(place: tuple[str, str]) -> tuple:
+        """The encoder with the smallest rank counts."""
+        key, start = place
+        routed = any(x.startswith(start) and x.endswith(".phi") for x in states[key])
+        words = re.sub(r"module\.|_orig_mod\.", "", start)
+        return not routed, position(STATE_DICTS, key), position(PREFIXES, words)
+
+    found.sort(key=rank)
+    names = [f"{key} {start}".strip() for key, start in found]
+    if len(found) > 1 and rank(found[0]) == rank(found[1]):
+        raise ValueError(f"its encoders are {', '.join(names)}; choose one by "
+                         "load_checkpoint(path, prefix=...)")
     if len(found) > 1:
-        names = [f"{key} {start}".strip() for _, key, start in found]
-        if found[1][0] == rank:
-            raise ValueError(f"its encoders are {', '.join(names)}; choose one by "
-                             "load_checkpoint(path, prefix=...)")
         note(f"{path}: takes {names[0]} of its encoders {', '.join(names)}")
+    key, start = found[0]
     state = {name.removeprefix(start).replace("_orig_mod.", ""): x
              for name, x in states[key].items()
              if name.startswith(start) and isinstance(x, Tensor)}
@@ -308,8 +310,6 @@ class FrozenEncoder(nn.Module):
         self.image_size, self.dim, self.mean, self.std = image_size, dim, mean, std
 
     def forward(self, images: Tensor) -> Tensor:
-        if not images.is_floating_point():
-            raise TypeError(f"images of {images.dtype}; expected floats in [0, 1]")
         if images.shape[-2:] != (self.image_size, self.image_size):
             images = F.interpolate(images, (self.image_size, self.image_size), mode="bicubic",
                                    antialias=True)

@@ -113,7 +113,7 @@ def main(args) -> list[float]:
         encoder = build_frozen(name).to(process.device)
         train, val = (views(split, encoder.image_size) for split in ("train", "val"))
         facts = data.describe(images, len(train), len(val), train.dataset.classes)
-        process.agree(args, lambda facts=facts: facts)
+        process.agree(args, facts)
         if args.k > len(train):
             raise UserError(f"-k {args.k}: {images} has only {len(train)} training images")
         if args.compile:

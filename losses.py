@@ -218,8 +218,8 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         raise ValueError(f"targets have {targets.shape[1]} tokens; [CLS] and the patches are "
                          f"{1 + count}")
     tokens, targets, masked = pred.tokens.float(), targets.float(), mask.float()
-    routing, weights = None, None
     blocks = list(pred.routing)[-1:] if loss_block is None else loss_block
+    weights = None                          # all patches count equally
     if blocks:
         routing = {kind: torch.stack([getattr(pred.routing[block], kind) for block in blocks])
                    for kind in ("dispatch", "combine")}                   # [L, B, T, E] each
@@ -234,23 +234,23 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
         patch_targets = patch_targets.gather(1, index)
         selected, pixel_weights = torch.ones_like(patch_targets[..., 0]), None
 
-    coupling = dict(kind=loss_weights, detach=detach, prefix=prefix)
-    losses, beside = {}, {}        # the objectives' losses, and what the log shows beside them
+    losses, metrics = {}, {}
+
+    def couple(name: str, patch_loss: Tensor, selected: Tensor, weights: Tensor | None):
+        losses[name], more = coupled_loss(patch_loss, selected, weights, EXPERTS[name],
+                                          kind=loss_weights, detach=detach, prefix=prefix)
+        metrics.update({f"{name}_{key}": value for key, value in more.items()})
+
     if "token" in objectives:
-        losses["token"], beside["token"] = coupled_loss(
-            token_loss(tokens[:, prefix:], patch_targets), selected,
-            weights, EXPERTS["token"], **coupling)
+        couple("token", token_loss(tokens[:, prefix:], patch_targets), selected, weights)
     if "cls" in objectives:
         losses["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
     if "pixel" in objectives:
-        losses["pixel"], beside["pixel"] = coupled_loss(
-            pixel_loss(pred.pixels.float(), images), masked,
-            pixel_weights, EXPERTS["pixel"], **coupling)
-    metrics = losses | {f"{name}_{key}": value for name, more in beside.items()
-                        for key, value in more.items()}
+        couple("pixel", pixel_loss(pred.pixels.float(), images), masked, pixel_weights)
+    metrics = losses | metrics
 
     regularizer = targets.new_zeros(())
-    if routing:
+    if blocks:
         regularizer, terms = router_regularizer(routing, lambdas, entropy_on, importance_weight)
         dispatch = routing["dispatch"].detach()
         metrics |= terms | {"entropy": dispatch_entropy(dispatch.flatten(0, 1)),

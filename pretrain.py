@@ -210,14 +210,13 @@ def main(args):
     run = Run(args, process, title, steps=steps, epoch_steps=epoch_steps, images=len(dataset),
               encoder=student.encoder.config, weights=teacher.digest, model=student,
               optimizer=optimizer, balance=balance)
-    start = run.resume()                # last.pt's step, or 0, which saves epoch_0000.pt
+    run.resume()                        # loads last.pt if it exists, else saves epoch_0000.pt
     if args.compile:
         student.encoder.compile_blocks()
         teacher.compile()
     parallel = process.parallel(student.train())            # DDP if there are several processes
     views = data.TrainViews(dataset, args.image_size, args.seed, grid, args.mask_ratio)
-    batches = run.timed(data.train_batches(views, args, process, micro_steps, start,
-                                           run.stop_step))
+    batches = run.batches(views, micro_steps)               # from the step of last.pt on
 
     for step in run.steps():                                # a progress bar
         lr = optim.learning_rate(step, steps, args.warmup_epochs * epoch_steps, args.lr,

@@ -75,15 +75,24 @@ class Run:
 
     # ------------------------------------------------------------------------- resuming
 
-    def resume(self) -> int:
-        """Locks the folder and loads last.pt if it exists -> the step to go on with
+    def resume(self):
+        """Locks the folder and loads last.pt if it exists.
 
         Checks that all processes agree on flags, data and this step. Raises UserError.
         """
-        self.process.agree(self.args, self.prepare)
+        if self.process.rank == 0:
+            self.claim()
+        last = self.folder / "last.pt"
+        if last.exists():
+            with common.naming(last):
+                self.load(last)
+        self.process.agree(self.args, identity(self.record) | {
+            "the step of last.pt": self.start_step, "an evaluation is due": self.due})
         if self.process.rank == 0:
             # drop what a run that was killed had logged after last.pt
-            self.file.seek(self.file.truncate(min(self.log_bytes, self.file.tell())))
+            self.log_bytes = min(self.log_bytes, self.file.tell())      # it was opened at its end
+            self.file.truncate(self.log_bytes)
+            self.file.seek(self.log_bytes)
             if self.start_step < self.total:      # a complete run keeps its origin
                 record = self.record | {"origin": find_origin()}      # for people
                 (self.folder / "args.json").write_text(json.dumps(record, indent=1))
@@ -94,18 +103,6 @@ class Run:
         note(f"{self.folder}: {self.title} on {self.record['images']} images, from step "
              f"{self.start_step} of {self.total}, {self.process.world} x "
              f"{self.process.device.type} in {self.process.amp or torch.float32}", sys.stdout)
-        return self.start_step
-
-    def prepare(self) -> dict:
-        """Claims the folder and loads last.pt -> what all processes must agree on"""
-        if self.process.rank == 0:
-            self.claim()
-        last = self.folder / "last.pt"
-        if last.exists():
-            with common.naming(last):
-                self.load(last)
-        return identity(self.record) | {"the step of last.pt": self.start_step,
-                                        "an evaluation is due": self.due}
 
     def claim(self):
         """Makes the folder and locks it for this process. Raises UserError if another process has
@@ -172,10 +169,13 @@ class Run:
                 os.write(2, f"\n{signal.Signals(number).name}: the run saves and stops at the next "
                             "line of the log; a second Ctrl-C ends it at once\n".encode())
 
-    def timed(self, batches):
-        """Yields `batches` and adds up how long the loop waits for them."""
+    def batches(self, views, micro_steps: int):
+        """Yields the micro-batches of the remaining steps, and adds up how long the loop waits."""
+        args, process = self.args, self.process
+        order = data.train_order(len(views), args.batch_size, micro_steps, args.seed,
+                                 self.start_step, self.stop_step, process.rank, process.world)
         start = time.perf_counter()
-        for batch in batches:
+        for batch in data.load(views, order, process, args.workers):
             self.waited += time.perf_counter() - start
             yield batch
             start = time.perf_counter()
@@ -247,18 +247,18 @@ class Run:
 
         Raises UserError if no update in LOG_EVERY steps had a finite loss and finite gradients.
         """
-        updates = len(self.metrics["skipped"])      # since the last line
+        steps = len(self.metrics["skipped"])      # since the last line
         self.log({"stop": torch.tensor(float(self.stop_signal > 0), device=self.process.device)})
         means = self.mean_metrics()
         stops = means.pop("stop") > 0
-        means["skipped"] = round(updates * means["skipped"])
+        means["skipped"] = round(steps * means["skipped"])
         seconds = time.perf_counter() - self.timed_since
         self.last_line = {"step": done, "epoch": done / self.epoch_steps, "lr": lr} | means | {
             "memory_gib": torch.cuda.max_memory_allocated() / 2 ** 30,
             "images_per_second": self.args.batch_size * (done - self.timed_step) / seconds,
             "loader_wait": self.waited / seconds}
         self.write_line(self.last_line)
-        if means["skipped"] < updates and math.isfinite(means["loss"]):
+        if means["skipped"] < steps and math.isfinite(means["loss"]):
             self.updated_step = done
         if done - self.updated_step >= LOG_EVERY:
             raise UserError(f"step {done}: no loss of the last {done - self.updated_step} steps is "

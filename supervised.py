@@ -200,23 +200,19 @@ def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dat
 # ----------------------------------------------------------------------------- the loop
 
 def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute_loss, evaluate,
-        *, lr_scale=lambda name: 1.0, **run) -> dict[str, float]:
+        *, lr_scale=lambda name: 1.0, **record) -> dict[str, float]:
     """Trains `model` and evaluates it every --save-every -> the scores of the best evaluation
 
     views: training images, as in `data.TrainViews`
     compute_loss(model, batch): returns metrics; metrics["loss"] is minimized
     evaluate(): returns scores in percent; the first score decides which evaluation is the best
     lr_scale: see `optim.adamw`
-    run: more arguments of `Run`
+    record: more arguments of `Run`
     """
     micro_steps, epoch_steps = data.plan_steps(args, process.world, len(views))
-    normalized = any(isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d))
-                     for layer in model.modules())
-    mixed = vars(args).get("augment") == "strong"
-    micro_batch = args.batch_size // (process.world * micro_steps)
-    if (normalized or mixed) and micro_batch == 1:
-        raise UserError("micro-batches of one image: batch normalization and mixup need more "
-                        "images, so give a larger --micro-batch or --batch-size")
+    if vars(args).get("augment") == "strong" and (
+            args.batch_size == process.world * micro_steps):      # it would mix with itself
+        raise UserError("mixup needs micro-batches of several images; give a larger --micro-batch")
     if "epochs" in args:
         steps, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
         decay = "cosine"
@@ -235,11 +231,10 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
 
     optimizer = optim.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
     run = Run(args, process, steps=steps, epoch_steps=epoch_steps, images=len(views),
-              measure=measure, model=model, optimizer=optimizer, **run)
-    start = run.resume()
+              measure=measure, model=model, optimizer=optimizer, **record)
+    run.resume()
     parallel = process.parallel(model.train())
-    batches = run.timed(data.train_batches(views, args, process, micro_steps, start,
-                                           run.stop_step))
+    batches = run.batches(views, micro_steps)
 
     for step in run.steps():
         lr = optim.learning_rate(step, steps, warmup, args.lr, args.min_lr, decay)

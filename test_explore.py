@@ -590,6 +590,8 @@ class TestViT:
         assert sum(p.numel() for p in vit.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
         assert not giga or counter.get_total_flops() / 2e9 == pytest.approx(giga, abs=0.006)
         assert vit.moe_blocks == ([1, 3, 5, 7, 9, 11] if experts else [])
+        from experiments import macs
+        assert not giga or macs.encoder_macs(vit) / 1e9 == pytest.approx(giga, abs=0.006)
 
     @pytest.mark.parametrize("name, patch_size", (
         ("tiny", 16), ("small", 16), ("base", 16), ("large", 16), ("huge", 14)))
@@ -934,7 +936,8 @@ class TestLosses:
         assert torch.allclose(metrics["entropy"], entropies.mean(0))
 
     @pytest.mark.parametrize("keywords", (
-        dict(), dict(detach=True), dict(loss_weights="uniform")), ids=str)
+        dict(), dict(detach=True), dict(loss_weights="uniform"),
+        dict(detach=True, loss_weights="combine")), ids=str)
     def test_detached_and_uniform_weights_give_the_router_no_gradient(self, keywords):
         case = make_case()
         couple(case, lambdas=0.0, **keywords)[0].sum().backward()
@@ -1050,6 +1053,12 @@ class TestBalance:
         late = gradnorm_weights(([math.nan, 1.0], even), ([4.0, 1.0], even), ([2.0, 1.0], even))
         assert late[0] < 1 < late[1]      # what is not finite is no first loss
 
+    def test_all_processes_draw_the_same_random_weights(self):
+        args = pretrain.parse_args(["--balance", "rlw"])
+        drawn = [pretrain.build_balance(args, None, argparse.Namespace(rank=rank, device="cpu"))(3)
+                 for rank in (0, 1)]
+        assert torch.equal(*drawn)
+
 
 def timm_vit(**kwargs):
     """A timm ViT of one block; its state dict has timm's names."""
@@ -1147,6 +1156,12 @@ class TestCheckpoints:
         images = torch.rand(2, 3, 32, 32)
         assert torch.allclose(loaded(images)[0], encoder(images)[0], atol=1e-6)
         assert loaded.moe_blocks == [0, 2]
+
+    def test_timms_config_beside_a_file_says_its_heads(self, tmp_path, capsys):
+        torch.save(timm_vit().state_dict(), tmp_path / "x.pt")
+        write_text(tmp_path / "config.json", '{"architecture": "vit_tiny_patch16_224"}')
+        encoders.load_encoder(tmp_path / "x.pt")
+        assert not capsys.readouterr().err      # nothing is assumed
 
     def test_a_config_of_another_library_beside_a_file_is_no_error(self, tmp_path):
         torch.save(timm_vit().state_dict(), tmp_path / "x.pt")
@@ -2489,6 +2504,15 @@ class TestResume:
         assert [encoders.load_checkpoint(path)["step"] for path in files] == [0, 4, 8, 8]
         assert not list((tmp_path / "run").glob("*.tmp"))
 
+    def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(self, stage, monkeypatch):
+        calls = []
+        fsync, replace = os.fsync, Path.replace
+        monkeypatch.setattr(os, "fsync", lambda *args: (calls.append("fsync"), fsync(*args)))
+        monkeypatch.setattr(Path, "replace", lambda *args: (
+            calls.append("replace"), replace(*args)))
+        train(stage("pretrain", "--max-steps 1"))
+        assert calls == ["fsync", "replace"] * 3
+
     def test_an_evaluation_is_kept_before_last_says_it_is_done(self, stage, monkeypatch):
         """Otherwise, a kill between the two files would lose the evaluation."""
         calls, save, write = [], run.Run.save, run.Run.write_line
@@ -2857,8 +2881,22 @@ class TestNotFinite:
         error = refusal(capsys, name, *stage(name, f"--lr 1e39 --save-every 1 {length}"))
         assert error.startswith("step 1: ") and ".pt is not written" in error
         kept = {path.name for path in (tmp_path / "run").glob("*.pt*")}
-        assert kept == {"last.pt", "epoch_0000.pt"} if name == "pretrain" else {"last.pt"}
+        assert kept == ({"last.pt", "epoch_0000.pt"} if name == "pretrain" else {"last.pt"})
         assert encoders.read_file(tmp_path / "run" / "last.pt")["step"] == 0
+
+    def test_five_of_six_steps_are_five(self, stage, monkeypatch):
+        """In float32, 5 / 6 * 6 is below 5."""
+        monkeypatch.setattr(run, "LOG_EVERY", 6)
+        nan_losses(monkeypatch, range(5))
+        flags = "--batch-size 4 --epochs 1 --warmup-epochs 0"
+        assert train(stage("pretrain", flags))[1][0]["skipped"] == 5
+
+    def test_steps_before_a_stop_do_not_count_as_not_finite(self, stage, monkeypatch):
+        monkeypatch.setattr(run, "LOG_EVERY", 4)
+        argv = stage("pretrain", "--batch-size 16 --epochs 4")      # a line every two steps
+        train([*argv, "--max-steps", "4"])
+        nan_losses(monkeypatch, (0, 1))
+        assert train(argv)[0]["step"] == 8
 
     def test_one_nan_in_the_optimizers_state_alone_is_not_saved(self, stage, capsys,
                                                                 monkeypatch, tmp_path):
@@ -2982,13 +3020,15 @@ class TestFlags:
                           seed=42, batch_size=4096, epochs=300, warmup_epochs=40, mask_ratio=0.4,
                           model="vit_base", experts=2, objective="token_cls", encoding="sparse",
                           entropy_weight=[5.0], cls_weight=0.4, pixel_weight=1.0, amp="fp16",
-                          teacher="ViT-B-16/openai")),
+                          teacher="ViT-B-16/openai", gradnorm_alpha=0.12)),
         ("knn", dict(k=20, temperature=0.07)),
-        ("linear", dict(lr=2e-3, batch_size=2048, epochs=100, warmup_epochs=10)),
+        ("linear", dict(lr=2e-3, batch_size=2048, epochs=100, warmup_epochs=10, weight_decay=0.0,
+                        augment="strong")),
         ("finetune", dict(lr=5e-4, layer_decay=None, drop_path=0.1, batch_size=1024, epochs=100,
-                          warmup_epochs=5, weight_decay=0.05, expert_dropout=0.4)),
+                          warmup_epochs=5, weight_decay=0.05, expert_dropout=0.4, clip_grad=0.0,
+                          augment="strong")),
         ("segment", dict(lr=8e-5, layer_decay=0.85, iterations=160_000, batch_size=16,
-                         crop_size=512, warmup_iterations=1500))))
+                         crop_size=512, warmup_iterations=1500, width=768))))
     def test_the_defaults_are_the_papers(self, name, expected):
         """The temperature of k-NN, and the crop and warm-up of segmentation, are the release's."""
         args = vars(SCRIPTS[name].parse_args([] if name in ("pretrain", "finetune") else ["x.pt"]))
@@ -3004,7 +3044,8 @@ class TestFlags:
             *(f"--objective token --balance {kind}" for kind in ("gradnorm", "rlw")),
             "--objective token --cls-weight 1", "--pixel-weight 2", "--gradnorm-lr 1",
             "--balance gradnorm --cls-weight 1", "--balance rlw --gradnorm-alpha 1",
-            "--entropy-weight 1 2 3", "--loss-weights uniform --detach", "--mask-ratio 0.01")),
+            "--entropy-weight 1 2 3", "--loss-weights uniform --detach", "--mask-ratio 0.01",
+            "--objective token_pixel --encoding dense --experts 1")),
         ("finetune", "--recipe none fr"), ("finetune", "--recipe fr --expert-dropout 0.3"),
         ("finetune", "--model vit_tiny"), ("ep", "--pool mean")))
     def test_a_flag_that_would_have_no_effect_is_refused(self, capsys, stage, tmp_path, name,
@@ -3013,6 +3054,16 @@ class TestFlags:
         error = refusal(capsys, name, *stage(name, flags))
         assert f"--{flags.split('--')[-1].split()[0]}" in error
         assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize("name, flags, said", (
+        ("segment", "--crop-size 33", "--crop-size 33"), ("knn", "-k 33", "-k 33"),
+        ("pretrain", "--batch-size 33", "has only 32")))
+    def test_sizes_that_do_not_fit_are_refused(self, capsys, stage, name, flags, said):
+        assert said in refusal(capsys, name, *stage(name, flags))
+
+    def test_a_warm_up_is_shorter_than_the_run(self):
+        with pytest.raises(SystemExit):
+            pretrain.parse_args(["--epochs", "40"])      # all of them warm-up
 
     def test_recipes_for_experts_need_experts(self, stage, teacher, capsys):
         _, *argv = stage("finetune", "--recipe fa exd")
@@ -3332,6 +3383,9 @@ class TestSegmentation:
             assert (dropped == dropped[:, :, :1, :1]).all()      # whole channels of an image
             assert (dropped == 0).float().mean().item() == pytest.approx(0.1, abs=0.03)
 
+    def test_an_odd_grid_keeps_its_last_row_and_column(self):
+        assert segment.UperNet(6, 5, 8).strides[3](rand(1, 6, 5, 7).float()).shape[2:] == (3, 4)
+
     def test_features_come_from_the_blocks_that_the_release_takes(self):
         assert segment.feature_blocks(12) == [3, 5, 7, 11]
         assert segment.feature_blocks(24) == [7, 11, 15, 23]
@@ -3614,6 +3668,12 @@ class TestAnalyze:
         for image in axes[1:].flat:      # one scale, by which rows can be compared
             assert np.allclose(image.images[1].get_clim(), (max(0, 1 - half), 1 + half))
 
+    def test_the_line_is_the_regression_of_loss_on_weight(self, write_student, drawn):
+        show(write_student("a"))
+        axis, = drawn["correlation.png"].axes
+        weight, loss = axis.collections[0].get_offsets().T
+        assert axis.lines[0].get_slope() == pytest.approx(np.polyfit(weight, loss, 1)[0])
+
     def test_all_models_see_the_images_of_the_first_ones_set(self, write_student, monkeypatch):
         paths = [write_student(name, data=name) for name in ("shapes", "shapes-noise")]
         opened = spy(monkeypatch, data, "open_images")
@@ -3658,7 +3718,7 @@ def write_run(tmp_path):
         # a run that is killed leaves half of a line
         (own / "log.jsonl").write_text(f"{first}\n{second}\n{second[:9]}")
         rows = [(own / "epoch_0000.pt", 0.0, 10.0, "cls"), (own / "last.pt", 2.0, 30.0, "cls"),
-                (own / "epoch_0001.pt", 1.0, 90.0, "cls"), (own / "last.pt", 2.0, 40.0, "mean"),
+                (own / "epoch_0001.pt", 1.0, 90.0, "cls"), ("last.pt", 2.0, 40.0, "mean"),
                 (f"before_it_was_moved/{name}/epoch_0001.pt", 1.0, 20.0, "cls"),  # the last counts
                 (tmp_path / "teacher" / "last.pt", 2.0, 5.0, "cls"), ("vit.pt", None, 6.0, "cls")]
         (own / "knn.jsonl").write_text("".join(
@@ -3828,6 +3888,11 @@ class TestExperiments:
         trained = {arm: train(arm).values() for arm in arms}
         for one, two in itertools.combinations(arms, 2):
             assert not all(map(torch.equal, trained[one], trained[two])), (one, two)
+
+    def test_fixed_weights_are_those_of_tuning_seeds_alone(self):
+        key = dict(epochs=1, images=2, lambda_=0.1, router_rate=1.0)
+        rows = [key | dict(arm="routed", seed=seed, positions=[seed / 2]) for seed in (0, 2, 3)]
+        assert photos_experiment.find_positions(rows, key).tolist() == [0.5]
 
     def test_the_closed_form_probe_is_ridge_regression(self):
         rng = np.random.default_rng(2)
