@@ -1407,6 +1407,21 @@ class TestFrozenEncoders:
             resized = F.interpolate(images, (side, side), mode="bicubic", antialias=True)
             assert torch.allclose(ours(images), ours(resized.clamp(0, 1)), atol=1e-5)
 
+    @pytest.mark.parametrize("name, few", (("mobilenetv3_small_050", 4),
+                                           ("vit_tiny_patch16_224", 16)))
+    def test_a_cpu_sees_few_images_at_a_time_and_other_devices_all(self, monkeypatch, name, few):
+        frozen = build_frozen(f"timm/{name}/random", grid=3)
+        sizes, tokens = [], type(frozen).tokens
+        monkeypatch.setattr(type(frozen), "tokens", lambda self, images: (
+            sizes.append(len(images)), tokens(self, images))[1])
+        images = torch.rand(19, 3, frozen.image_size, frozen.image_size)
+        with torch.no_grad():
+            whole = tokens(frozen, model.normalize(images, frozen.mean, frozen.std))
+            assert torch.allclose(frozen(images), whole, atol=1e-5)
+        assert sizes == [few] * (19 // few) + [3]
+        frozen.to("meta")(images.to("meta"))
+        assert sizes[-1] == 19
+
     @pytest.mark.parametrize("kind", ("small-16/random", "timm/vit_tiny_patch16_224/random", "ours",
                                       "experts"))
     def test_every_kind_of_teacher_works_in_every_precision(self, small_clips, tmp_path, kind):
