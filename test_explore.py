@@ -67,8 +67,7 @@ import run
 import segment
 import supervised
 from encoders import build_frozen
-from experiments import compare, measures, photos_tables, results
-from experiments import photos as photos_experiment
+from experiments import compare, results, students
 from shapes import Shapes
 
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
@@ -3782,121 +3781,175 @@ class TestPlot:
         assert (tmp_path / "one" / "curves.png").exists()
 
 
-@pytest.fixture(scope="session")
-def photo_files(tmp_path_factory):
-    """The folder that photos.py prepares, of 140 drawn images and a small random teacher"""
-    import timm
-    torch.manual_seed(0)
-    theirs = timm.create_model("test_efficientnet")
-    cache = tmp_path_factory.mktemp("experiment") / "cache"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(photos_experiment, "write_teacher", lambda folder: timm.models.save_for_hf(
-            theirs, folder, safe_serialization=True))
-        patch.setattr(photos_experiment, "COUNTS", {"train": 140, "val": 30})
-        photos_experiment.main(photos_experiment.parse_args(
-            ["prepare", "--data", "shapes", "--cache", str(cache)]))
-    return cache
-
-
 @pytest.fixture
-def photo_cache(photo_files, monkeypatch):
-    """The same folder, for a test in which photos.py knows how many images it has"""
-    monkeypatch.setattr(photos_experiment, "COUNTS", {"train": 140, "val": 30})
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    return photo_files
-
-
-@pytest.fixture
-def pretended(monkeypatch, stage, photos):
-    """Stages that compare.py starts take a second: a teacher of one step, students of none or one
-    -> (their names and flags, flags of compare.py)
+def comparison(photos, tmp_path, monkeypatch):
+    """-> a function that runs compare.py on 4 classes of 8 photographs, under a small random
+    teacher, and returns its rows
     """
-    started = []
+    monkeypatch.setattr(students, "BATCH", 6)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
-    def pretend(command):
-        name = Path(command[1]).stem
-        args = SCRIPTS[name].parse_args([*command[2:], "--max-steps", "1", *QUICK])
-        started.append((name, args))
-        SCRIPTS[name].main(args)
-        return Mock(returncode=0)
-    monkeypatch.setattr(compare, "subprocess", Mock(run=pretend))
-    before = signal.getsignal(signal.SIGINT)
-    yield started
-    signal.signal(signal.SIGINT, before)
-
-
-SMALLER = ["--image-size", "32", "--batch-size", "8"]
+    def start(*words, teacher="timm/test_efficientnet/random", **flags):
+        argv = dict(data=photos, teacher=teacher, image_size=32, epochs=2, out=tmp_path / "out")
+        argv = [(common.flag(name), str(value)) for name, value in (argv | flags).items()]
+        args = compare.parse_args([*itertools.chain(*argv), *words])
+        compare.main(args)
+        return run.read_lines(args.rows)
+    return start
 
 
 class TestExperiments:
-    def test_cached_tokens_are_the_teachers_without_the_margin(self, photo_cache):
-        bank, test = photos_experiment.open_cache(photo_cache, 70)
-        assert len(bank["images"]) == 70 and len(test["images"]) == 30
-        teacher = build_frozen(f"timm/local-dir:{photo_cache / 'teacher'}", 10)
-        for i in (0, 69):
-            image, label = Shapes("train", 32)[2 * i * 4096 // 140]
-            assert np.array_equal(bank["images"][i], image) and bank["labels"][i] == label
-            large = F.interpolate(image[None] / 255, 256, mode="bicubic", antialias=True)[0]
-            margin = np.pad(large, ((0, 0), (32, 32), (32, 32)), mode="reflect")
-            tokens = teacher(torch.from_numpy(margin)[None])[0, 1:]
-            inside = torch.stack([tokens[10 * y + x] for y in range(1, 9) for x in range(1, 9)])
-            found = torch.from_numpy(bank["tokens"][i]).float()
-            torch.testing.assert_close(found, inside, rtol=1e-3, atol=1e-3)
+    @pytest.mark.parametrize("name, margin", (("test_efficientnet", 32), ("test_vit", 0)))
+    def test_cached_tokens_are_the_teachers_without_the_margin(self, photos, tmp_path, monkeypatch,
+                                                               name, margin):
+        """A network with a map sees a margin; a vision transformer has a [CLS]."""
+        monkeypatch.setattr(students, "BATCH", 6)
+        students.prepare(tmp_path, photos, f"timm/{name}/random", 32, 29, 0)
+        train, bank, test = students.open_sets(tmp_path)
+        assert bank is train and len(train["labels"]) == 29 and len(test["labels"]) == 16
+        teacher = build_frozen(f"timm/{name}/random", 10 if margin else 8)
+        dataset = data.open_images(photos, "train", 32)
+        for i in (0, 17, 28):
+            image, label = dataset[i * 32 // 29]
+            side = min(image.shape[1:])
+            top, left = ((length - side) // 2 for length in image.shape[1:])
+            image = image[:, top:top + side, left:left + side]
+            assert train["labels"][i] == label
+            small = F.interpolate(image[None] / 255, 32, mode="bicubic", antialias=True)[0]
+            assert np.abs(255 * small.numpy() - train["images"][i]).max() <= 1.01 + 255 * (
+                small.numpy().min() < 0 or small.numpy().max() > 1)
+            size = teacher.image_size - 2 * margin
+            large = F.interpolate(image[None] / 255, size, mode="bicubic", antialias=True)[0]
+            large = np.pad(large, ((0, 0), (margin, margin), (margin, margin)), mode="reflect")
+            expected = teacher(torch.from_numpy(large)[None])[0]
+            if margin:
+                expected = torch.stack([expected[1 + 10 * y + x]
+                                        for y in range(1, 9) for x in range(1, 9)])
+            found = torch.from_numpy(train["tokens"][i]).float()
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
-    def test_a_batch_flips_images_with_their_tokens(self, photo_cache):
-        bank, _ = photos_experiment.open_cache(photo_cache, 70)
+    def test_training_bank_and_test_images_have_none_in_common(self, photos, monkeypatch):
+        monkeypatch.setattr(students, "BATCH", 6)
+        sets = students.list_images(photos, images=7, bank=5)
+        assert [len(each) for each in sets] == [7, 5, 20 + 16]
+        places = [(len(dataset), i) for each in sets for dataset, i in each]
+        assert sorted(places) == [(16, i) for i in range(16)] + [(32, i) for i in range(32)]
+        sets = students.list_images(photos, images=7, bank=0)
+        assert [len(each) for each in sets] == [7, 0, 16]      # val/ alone
+        with pytest.raises(common.UserError, match="--bank 27"):
+            students.list_images(photos, images=7, bank=27)
+
+    def test_a_choice_is_made_on_a_fourth_of_the_training_images(self, photos, tmp_path,
+                                                                 monkeypatch):
+        monkeypatch.setattr(students, "BATCH", 6)
+        students.prepare(tmp_path, photos, "timm/test_vit/random", 32, 30, 2)
+        everything, _, _ = students.open_sets(tmp_path)
+        train, bank, test = students.open_sets(tmp_path, held_out=True)
+        held = [i for i in range(30) if i % 4 == 0]
+        for name in ("images", "labels", "tokens"):
+            assert np.array_equal(test[name], everything[name][held])
+            assert np.array_equal(train[name], np.delete(everything[name], held, axis=0))
+        assert bank is train
+
+    @pytest.mark.parametrize("cls", (0, 1))
+    def test_a_batch_flips_images_with_their_tokens(self, cls):
+        drawn = np.random.default_rng(1)
+        train = dict(images=drawn.integers(256, size=(70, 3, 24, 24), dtype=np.uint8),
+                     tokens=drawn.normal(size=(70, cls + 64, 5)).astype(np.float16))
         index = np.array([5, 3, 60, 41, 17, 28])
-        images, targets, mask, ids_keep = photos_experiment.read_batch(
-            bank, np.random.default_rng(1), index)
+        images, targets, mask, ids_keep = students.read_batch(train, drawn, index)
         flipped = []
         for b, i in enumerate(sorted(index)):
-            image, tokens = torch.from_numpy(bank["images"][i]) / 255, bank["tokens"][i]
+            image, tokens = torch.from_numpy(train["images"][i]) / 255, train["tokens"][i]
             flipped.append(torch.equal(images[b], image.flip(2)))
             assert flipped[-1] or torch.equal(images[b], image)
             for y, x in itertools.product(range(8), range(8)):
-                at = 8 * y + (7 - x if flipped[-1] else x)
+                at = cls + 8 * y + (7 - x if flipped[-1] else x)
                 assert np.array_equal(targets[b, 1 + 8 * y + x], tokens[at].astype(np.float32))
-            assert torch.allclose(targets[b, 0], targets[b, 1:].mean(0), atol=1e-6)
+            first = torch.from_numpy(tokens[0]).float() if cls else targets[b, 1:].mean(0)
+            assert torch.allclose(targets[b, 0], first, atol=1e-6)
             assert mask[b].sum() == 25
             assert ids_keep[b].tolist() == (~mask[b]).nonzero()[:, 0].tolist()
         assert 0 < sum(flipped) < 6
 
-    def test_each_arm_is_a_row_that_is_trained_once(self, photo_cache, tmp_path, monkeypatch):
-        """The weights of `fixed` are the mean by position of the tuning seeds' routed students."""
-        trained = spy(monkeypatch, photos_experiment, "train")
-        argv = ["train", "--cache", str(photo_cache), "--rows", str(tmp_path / "rows.jsonl"),
-                "--epochs", "2", "--images", "70"]
-        for words in ("--arms routed --seeds 0 1 2", "--seeds 3", "--seeds 3"):
-            photos_experiment.main(photos_experiment.parse_args([*argv, *words.split()]))
-        rows = run.read_lines(tmp_path / "rows.jsonl")
-        assert [row["arm"] for row in rows] == ["routed"] * 3 + list(photos_experiment.ARMS)
-        assert len(trained) == len(rows)
-        for call_, row in zip(trained, rows):
-            positions = call_.args[4]
-            if row["arm"] == "fixed":
-                expected = np.mean([each["positions"] for each in rows[:3]], axis=0)
-                assert np.allclose(positions, expected)
-            else:
-                assert positions is None
-            assert row == row | call_.args[0]
+    def test_each_arm_is_a_row_that_is_trained_once(self, comparison, monkeypatch):
+        """The weights of `fixed` are the mean by position of routed students with seeds 0 to 2."""
+        trained = spy(monkeypatch, students, "train")
+        comparison("--pairs", "--arms", "routed", "--seeds", "0", "1", "2", bank=9, images=20)
+        words = ["--seeds", "3", "--arms", "lent", "loss, lambda 0.5", "fixed"]
+        for _ in range(2):
+            rows = comparison(*words, bank=9, images=20)
+        names = [(row["arm"], row["seed"]) for row in rows]
+        assert names == [("chance", None), ("raw pixels", None), ("teacher", None)] + [
+            (arm, seed) for seed in range(3) for arm in ("untrained", "routed")] + [
+            (arm, 3) for arm in ("untrained", "routed", "uniform", "detached", "none",
+                                 "loss, lambda 0.5", "fixed", "lent")]
+        assert len(trained) == 6 + 8 + 1      # the routed student with seed 4 lends
+        by_name = dict(zip(names, rows))
+        for call_ in trained:
+            if call_.args[0]["weights"] == "fixed":
+                expected = np.mean([by_name["routed", seed]["positions"] for seed in range(3)],
+                                   axis=0)
+                assert np.allclose(call_.kwargs["positions"], expected)
+        for row in rows:
             assert 0 <= row["probe"] <= 100 and 0 <= row["knn"] <= 100
-            assert ("positions" in row) == (row["seed"] < 3)
+            assert (row["images"], row["bank"], row["test"]) == (20, 9, 3 + 16)
+            assert ("positions" in row) == (row["arm"] == "routed" and row["seed"] < 3)
+            assert row["seed"] is None or row == row | compare.find_setting(row["arm"])
+        assert by_name["loss, lambda 0.5", 3]["lambda_"] == 0.5
+        assert by_name["none", 3]["parameters"] < by_name["uniform", 3]["parameters"]
 
-    def test_the_arms_differ_as_they_say(self, photo_cache):
+    def test_rows_of_other_images_or_teachers_do_not_mix(self, comparison, tmp_path):
+        words = ["--pairs", "--seeds", "3"]
+        comparison(*words)
+        with pytest.raises(common.UserError, match="images was 4000, is 20"):
+            comparison(*words, images=20)
+        rows = dict(rows=tmp_path / "out" / "rows.jsonl", out=tmp_path / "other")
+        for changed in (dict(images=20), dict(teacher="timm/test_vit/random")):
+            with pytest.raises(common.UserError, match="rows.jsonl"):
+                comparison(*words, **rows, **changed)
+            shutil.rmtree(tmp_path / "other")
+
+    def test_two_processes_measure_what_one_measures(self, comparison, tmp_path):
+        """A student is the same whichever process trains it."""
+        flags = dict(data="shapes", images=70, epochs=1)
+        words = ["--pairs", "--arms", "none", "--seeds", "3"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(students, "BATCH", 64)
+            one = comparison(*words, **flags)
+            two = comparison(*words, **flags, processes=2, rows=tmp_path / "two.jsonl")
+        assert sorted(map(json.dumps, one)) == sorted(map(json.dumps, two))
+
+    def test_references_are_what_they_say(self, comparison, photos, tmp_path, monkeypatch):
+        rows = {row["arm"]: row for row in comparison("--pairs", "--seeds", "3")}
+        train, _, test = students.open_sets(tmp_path / "out")
+        assert rows["chance"]["probe"] == rows["chance"]["knn"] == 25
+        assert rows["raw pixels"]["duplicates"] == 0
+        teacher = students.Teacher("timm/test_efficientnet/random")
+        features = [torch.stack([teacher([image])[0].mean(0) for image, _ in data.open_images(
+            photos, split, 32)]) for split in ("train", "val")]
+        pixels = [torch.from_numpy(each["images"]).flatten(1) / 255 for each in (train, test)]
+        y, truth = (torch.from_numpy(each["labels"]) for each in (train, test))
+        for name, (x, test_x) in {"teacher": features, "raw pixels": pixels}.items():
+            voted = knn.classify(F.normalize(test_x), F.normalize(x), y, 4, 20, 0.07)
+            expected = 100 * (voted == truth).double().mean().item()
+            assert rows[name]["knn"] == pytest.approx(expected, abs=1e-3)
+
+    def test_the_arms_differ_as_they_say(self, comparison, tmp_path, monkeypatch):
         """Equal weights at all positions are no weights, and a router's rate is its own."""
-        bank, _ = photos_experiment.open_cache(photo_cache, 140)
+        comparison("--pairs", "--seeds", "3")
+        bank, _, _ = students.open_sets(tmp_path / "out")
 
-        def train(arm, positions=None, **setting):
-            setting = photos_experiment.DEFAULTS | photos_experiment.ARMS[arm] | setting
-            return photos_experiment.train(setting, bank, 1, 5, positions)[0].state_dict()
+        def train(arm, **more):
+            return students.train(compare.find_setting(arm), bank, 1, 5, **more)[0].state_dict()
         uniform, router = train("uniform"), "encoder.blocks.3.mlp.router.phi"
-        same = train("fixed", torch.full((64,), 0.3))
+        same = train("fixed", positions=torch.full((64,), 0.3))
         torch.testing.assert_close(same, uniform)
-        other = train("fixed", torch.linspace(0.5, 1.5, 64))
+        other = train("fixed", positions=torch.linspace(0.5, 1.5, 64))
         assert not torch.allclose(other["head.weight"], uniform["head.weight"], atol=1e-5)
         torch.manual_seed(5)
         start = model.build_vit("vit_nano", image_size=32, patch_size=4, experts=2).state_dict()
-        moved = [(train("uniform", router_rate=rate)[router] - start[router[8:]]).abs().mean()
+        moved = [(train(f"uniform, rate x {rate}")[router] - start[router[8:]]).abs().mean()
                  for rate in (1.0, 10.0)]
         assert moved[1] > 5 * moved[0]
         arms = ("uniform", "uniform, w_cls 1.6", "detached", "routed", "routed, lambda 5")
@@ -3904,10 +3957,64 @@ class TestExperiments:
         for one, two in itertools.combinations(arms, 2):
             assert not all(map(torch.equal, trained[one], trained[two])), (one, two)
 
-    def test_fixed_weights_are_those_of_tuning_seeds_alone(self):
+    def test_lent_weights_are_another_students_and_loss_weights_its_own(self, comparison, tmp_path,
+                                                                        monkeypatch):
+        comparison("--pairs", "--seeds", "3")
+        bank, _, _ = students.open_sets(tmp_path / "out")
+        torch.manual_seed(1)
+        lender = model.build_vit("vit_nano", image_size=32, patch_size=4, experts=2).eval()
+        read = students.read_batch
+        seen = []
+        monkeypatch.setattr(students, "read_batch", lambda *args: (
+            seen.append(read(*args)), seen[-1])[1])
+        used = spy(monkeypatch, students, "weighted_mean")
+        setting = compare.find_setting("lent") | dict(router_rate=0.0)
+        students.train(setting, bank, 1, 5, lender=lender)
+        for (images, _, _, ids_keep), call_ in zip(seen, used, strict=True):
+            _, routing = lender(normalized(images), ids_keep)
+            expected = routing[3].dispatch[:, 1:, 0]
+            assert torch.allclose(call_.args[1], expected, atol=1e-6)
+            assert not call_.args[1].requires_grad
+        used.clear()
+        students.train(compare.find_setting("loss, lambda 0.3"), bank, 1, 5)
+        for call_ in used:
+            loss, weight = (x.detach().double().numpy() for x in call_.args)
+            expected = np.exp(-loss / 0.3)
+            expected /= expected.sum(1, keepdims=True)
+            assert np.allclose(weight, expected, atol=1e-5)
+            assert call_.args[0].requires_grad and not call_.args[1].requires_grad
+
+    def test_fixed_weights_are_those_of_the_first_three_seeds(self):
         key = dict(epochs=1, images=2, lambda_=0.1, router_rate=1.0)
         rows = [key | dict(arm="routed", seed=seed, positions=[seed / 2]) for seed in (0, 2, 3)]
-        assert photos_experiment.find_positions(rows, key).tolist() == [0.5]
+        assert compare.find_positions(rows, key).tolist() == [0.5]
+
+    def test_a_saved_student_is_a_checkpoint(self, comparison, tmp_path):
+        file = tmp_path / "student.pt"
+        comparison("--arms", "routed, lambda 0.5", "--seeds", "3", save=file)
+        student = encoders.load_student(file)
+        comparison("--pairs", "--arms", "routed, lambda 0.5", "--seeds", "3")
+        whole, = (tmp_path / "out" / "rows").glob("routed*.pt")
+        whole = encoders.load_student(whole)
+        for (name, x), y in zip(student.state_dict().items(), whole.state_dict().values()):
+            assert torch.equal(x, y.half().float()), name
+        assert file.stat().st_size < 0.6 * 4 * sum(p.numel() for p in student.parameters())
+
+    def test_without_a_network_a_teacher_is_trained(self, comparison, tmp_path, monkeypatch,
+                                                    capsys):
+        build = encoders.build_frozen
+
+        def offline(name, grid=None):
+            if name == compare.TEACHER:
+                raise common.UserError(f"{name}: no network")
+            return build(name, grid)
+        monkeypatch.setattr(compare, "build_frozen", offline)
+        parse = finetune.parse_args
+        monkeypatch.setattr(finetune, "parse_args", lambda argv: parse(
+            [*argv, "--batch-size", "8", "--max-steps", "1", *QUICK]))
+        rows = comparison("--pairs", "--seeds", "3", teacher="")
+        assert "no network" in capsys.readouterr().err
+        assert (tmp_path / "out" / "teacher" / "last.pt").exists() and len(rows) == 4
 
     def test_the_closed_form_probe_is_ridge_regression(self):
         rng = np.random.default_rng(2)
@@ -3928,59 +4035,90 @@ class TestExperiments:
             right[penalty] = (found == y[held]).sum()
         assert len(set(right.values())) > 1
         expected = (q @ solve(z, y, max(right, key=right.get))).argmax(1)
-        found = measures.probe(*map(torch.from_numpy, (x, y, queries)), 3)
+        found = students.probe(*map(torch.from_numpy, (x, y, queries)), 3)
         assert np.array_equal(found, expected)
 
-    def test_intervals_hold_for_other_seeds_and_other_images(self):
-        found = measures.half_width(np.array([[1.0], [2.0], [4.0]]))
-        assert found == pytest.approx(3.795, abs=1e-3)
+    def test_p_values_and_intervals_are_students(self):
+        """Student's t distribution, from a printed table"""
+        for free, t in ((1, 12.706), (2, 4.303), (5, 2.571), (11, 2.201), (19, 2.093)):
+            assert compare.quantile(free) == pytest.approx(t, abs=2e-3)
+        for t, p in ((1.796, 0.1), (2.201, 0.05), (3.106, 0.01)):
+            assert compare.two_sided(t, 11) == pytest.approx(p, rel=2e-3)
+        values = np.array([1.0, 2.0, 4.0])
+        assert compare.half_width(values) == pytest.approx(3.795, abs=1e-3)
+        assert compare.p_value(values) == pytest.approx(0.1181, abs=1e-3)      # t = 2.646
+        assert compare.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+
+    def test_intervals_hold_for_other_seeds_and_other_images(self, tmp_path):
         rng = np.random.default_rng(3)
+        args = compare.parse_args(["--data", "x", "--out", str(tmp_path)])
+        (tmp_path / "rows").mkdir()
         hits = []
-        for _ in range(1000):      # the true mean is 0
-            values = (rng.normal(size=(5, 1)) + 3 * rng.normal(size=(1, 40))
-                      + 2 * rng.normal(size=(5, 40)))
-            hits.append(abs(values.mean()) < measures.half_width(values))
-        assert 0.94 < np.mean(hits) < 0.995
+        for _ in range(200):      # both arms are right on half of all images
+            shared = rng.uniform(size=(2, 400)) + 0.1 * rng.normal(size=(2, 400))
+            rows = []
+            for arm, seed in itertools.product((0, 1), range(5)):
+                right = shared[arm] + 0.2 * rng.normal(size=(1, 400)) > 0.5
+                rows.append(dict(arm="ab"[arm], seed=seed, epochs=1, images=2, test=400,
+                                 probe=100 * right.mean(), knn=0.0))
+                np.save(compare.find_file(args, rows[-1], "npy"),
+                        np.packbits(np.repeat(right, 2, axis=0), axis=1))
+            found = compare.compare_arms(args, rows, "a", "b", "probe")
+            hits.append(abs(found["mean"]) < found["width_images"])
+        assert np.mean(hits) > 0.94
+        assert found["width_images"] > 1.5 * found["width"]
+        os.remove(compare.find_file(args, rows[0], "npy"))
+        found = compare.compare_arms(args, rows, "a", "b", "probe")
+        assert "width_images" not in found and found["width"] > 0
 
-    def test_the_tables_pair_arms_by_seed(self, tmp_path, capsys, monkeypatch):
-        probes = {"none": {0: 9.0, 3: 40.0, 4: 42.0, 5: 47.0},
-                  "routed": {3: 41.0, 4: 44.0, 5: 50.0}, "uniform": {3: 40.5, 4: 43.0}}
-        rows = [photos_experiment.DEFAULTS | photos_experiment.ARMS[arm] | dict(
-                    arm=arm, seed=seed, epochs=16, images=4000, probe=probe, knn=2 * probe)
-                for arm, found in probes.items() for seed, probe in found.items()]
-        rows.append(rows[-1] | dict(lambda_=7.0, probe=0.0))      # another setting
+    def test_the_tables_pair_arms_by_seed(self, tmp_path, capsys):
+        probes = {"none": {3: 40.0, 4: 42.0, 5: 47.0}, "uniform, lambda 0.5": {3: 40.5, 4: 43.0},
+                  "routed": {3: 41.0, 4: 44.0, 5: 50.0}}
+        rows = [dict(arm="teacher", seed=None, epochs=16, images=4000, probe=70.0, knn=60.0)] + [
+            compare.find_setting(arm) | dict(arm=arm, seed=seed, epochs=16, images=4000,
+                                             probe=probe, knn=2 * probe)
+            for arm, found in probes.items() for seed, probe in found.items()]
         write_text(tmp_path / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        photos_tables.main(photos_tables.parse_args(["--rows", str(tmp_path / "rows.jsonl")]))
-        _, title, _, _, _, *lines = capsys.readouterr().out.splitlines()
-        assert title == "16 epochs of 4000 images, 3 seeds"
-        cells = {line.split(" | ")[0]: line.strip("| ").split(" | ")[1:] for line in lines}
-        assert cells["| none"] == ["43.0", "", "-0.75 ± 3.18", "", "-1.50 ± 6.36"]
-        assert cells["| uniform (2 seeds)"][:3] == ["41.8", "+0.75 ± 3.18", ""]
-        assert cells["| routed"][:2] == ["45.0", "+2.00 ± 2.48"]
+        compare.main(compare.parse_args(["--data", "x", "--print", "--out", str(tmp_path),
+                                         "--pairs", "routed - none", "routed - uniform"]))
+        out = capsys.readouterr().out
+        cells = {line.split(" | ")[0]: line.strip("| ").split(" | ")[1:]
+                 for line in out.splitlines() if line.startswith("|")}
+        assert cells["| none (3)"] == ["", "43.0", "", "-0.75 ± 3.18", "86.0", "-1.50 ± 6.35"]
+        assert cells["| uniform, lambda 0.5 (2)"][1:4] == ["41.8", "+0.75 ± 3.18", ""]
+        assert cells["| routed (3)"][1:3] == ["45.0", "+2.00 ± 2.48"]
+        assert cells["| teacher"][:2] == ["", "70.0"]
+        assert "routed minus none, linear probe: +2.00 ± 2.48, 3 seeds, p 0.074, 0.148" in out
 
-    def test_the_picture_shows_photographs_weights_and_losses(self, photo_cache, monkeypatch):
-        pictures = []
-        monkeypatch.setattr(photos_tables, "draw_heatmaps", lambda *args: pictures.append(args))
-        monkeypatch.setattr(photos_tables, "open_cache", lambda cache, images: (
-            photos_experiment.open_cache(cache, 140)))
-        students = []
+    @pytest.mark.parametrize("obstacle, changes", (
+        ("", {}), ("rows", dict(seeds=1)), ("teacher", dict(teacher=31.0)),
+        ("students", dict(untrained=61.0)), ("lambda", dict(cv=0.03, lambda_=1.5)),
+        ("length", dict(cv=0.03)), ("lambda", dict(uniform_cv=0.2)),
+        ("intervals", dict(noise=9.0, test=400))))
+    def test_a_comparison_says_what_keeps_it_from_an_answer(self, tmp_path, obstacle, changes):
+        is_ = dict(seeds=4, teacher=80.0, untrained=30.0, cv=0.25, uniform_cv=0.04, noise=0.1,
+                   lambda_=0.1, test=5000) | changes
+        rows = [dict(arm="teacher", seed=None, probe=is_["teacher"], knn=is_["teacher"])]
+        for arm, mean, cv in (("untrained", is_["untrained"], 0.0), ("routed", 60.5, is_["cv"]),
+                              ("uniform", 60.0, is_["uniform_cv"])):
+            for seed in range(is_["seeds"]):
+                accuracy = mean + is_["noise"] * (arm == "routed") * (-1, 1, -1, 1)[seed]
+                rows.append(dict(arm=arm, seed=seed, probe=accuracy, knn=accuracy, dispatch_cv=cv,
+                                 lambda_=is_["lambda_"], token_spread=0.05))
+        rows = [dict(epochs=1, images=2, test=is_["test"]) | row for row in rows]
+        args = compare.parse_args(["--data", "x", "--out", str(tmp_path)])
+        found = compare.compare_pairs(args, rows)
+        assert compare.find_obstacle(args, rows, found) == obstacle
+        assert (obstacle == "") == (found != [] and compare.find_verdict(
+            args, rows, found).startswith("After"))
 
-        def train(*args, **kwargs):
-            students.append(photos_experiment.train(args[0], args[1], 1, 3))
-            return students[-1]
-        monkeypatch.setattr(photos_tables, "train", train)
-        photos_tables.draw(photo_cache, "x.png", count=3)
-        ((shown,), experts, path), = pictures
-        (student, _), = students
-        assert (experts, path) == (1, "x.png") and shown["images"].shape == (3, 3, 32, 32)
-        bank, _ = photos_experiment.open_cache(photo_cache, 140)
-        for image, weights, found in zip(shown["images"], shown["weights"], shown["losses"]):
-            at, = (i for i, each in enumerate(bank["images"]) if np.array_equal(each, image))
-            tokens, routing = student.encoder(normalized(image[None] / 255))
-            assert torch.allclose(weights[:, 0], 65 * routing[3].dispatch[0, 1:, 0], atol=1e-5)
-            targets = torch.from_numpy(bank["tokens"][at]).float()
-            expected = huber(student.head(tokens)[0, 1:], targets)
-            assert torch.allclose(found, expected, atol=1e-4)
+    def test_arms_are_names_and_settings(self):
+        setting = compare.find_setting("routed, lambda 0.5, rate x 10, w_cls 2")
+        assert setting == compare.DEFAULTS | dict(lambda_=0.5, router_rate=10.0, cls_weight=2.0)
+        for wrong in (["--arms", "route"], ["--arms", "routed, lambda"], ["--pairs", "routed"],
+                      ["--arms", "routed, rate 3"], ["--image-size", "60"]):
+            with pytest.raises(SystemExit):
+                compare.parse_args(["--data", "x", *wrong])
 
     def test_the_papers_tables_stand_beside_what_runs_have_measured(self, stage, teacher,
                                                                     photos, scenes, tmp_path,
@@ -4064,79 +4202,6 @@ class TestExperiments:
             if row["row"] == "probe tc2-seed2 ep":
                 row["difference"] = None
         assert list(results.seed_deviations(rows)) == ["pretrain tc2", "probe tc2 linear"]
-
-    def test_the_comparison_pairs_students_by_seed(self, pretended, photos, teacher, tmp_path,
-                                                   capsys):
-        compare.main(*compare.parse_args(["--data", photos, "--teacher", teacher, "--seeds", "4",
-                                          "7", "--out", str(tmp_path), *SMALLER]))
-        assert {(args.seed, args.experts, args.loss_weights, args.detach, *args.entropy_weight)
-                for _, args in pretended} == {
-            (seed, *arm) for seed in (4, 7) for arm in (
-                (0, "dispatch", False, 5.0), (2, "uniform", False, 0.05, 0.0),
-                (2, "dispatch", True, 0.05, 0.0), (2, "dispatch", False, 0.05, 0.0))}
-        first, *tables, _ = capsys.readouterr().out.split("\n\n")
-        assert "32 training and 16 validation images of 4 classes" in first
-
-        val = data.open_images(photos, "val", 32)
-        views = [data.CenterViews(data.open_images(photos, split, 32), 32)
-                 for split in ("train", "val")]
-        found = {}
-        for arm, seed in itertools.product(compare.ARMS, (4, 7)):
-            folder = tmp_path / f"{arm}-{seed}"
-            encoder = build_frozen(str(folder / "last.pt"))
-            (bank, labels), (queries, truth) = (
-                [torch.stack(each) for each in zip(*(
-                    (F.normalize(encoder(view["image"][None] / 255)[0, 0], dim=0),
-                     torch.tensor(view["label"])) for view in map(of.__getitem__, range(len(of)))))]
-                for of in views)
-            log, = read_run(folder)[1]
-            found[arm, seed] = [
-                np.array([log.get("token_unweighted", log["token"])]),
-                *(100 * (classes == truth).numpy() for classes in (
-                    knn.classify(queries, bank, labels, 4, 20, 0.07),
-                    measures.probe(bank, labels, queries, 4)))]
-        for which, table, accuracy in zip(range(3), tables, (1e-4, 0.1, 0.1)):
-            for row in table.splitlines()[1:]:
-                arm, mean, *differences = row.replace("±", "").split()
-                expected = [np.mean([found[arm, seed][which] for seed in (4, 7)])]
-                for other in {"none": (), "uniform": ("none",)}.get(arm, ("none", "uniform")):
-                    less = np.array([found[arm, seed][which] - found[other, seed][which]
-                                     for seed in (4, 7)])
-                    # 12.706 is Student's t of one degree of freedom
-                    of_seeds = 12.706 * less.mean(1).std(ddof=1) / 2 ** 0.5
-                    of_images = 1.96 * less.mean(0).std(ddof=1) / len(val) ** 0.5 if which else 0
-                    expected += [less.mean(), math.hypot(of_seeds, of_images)]
-                assert list(map(float, [mean, *differences])) == pytest.approx(expected, rel=0.01,
-                                                                               abs=0.6 * accuracy)
-
-    def test_the_comparison_ends_where_data_a_flag_or_a_stage_fails(self, pretended, photos,
-                                                                    tmp_path, monkeypatch,
-                                                                    capsys):
-        """The comparison ends before its first run, if possible."""
-        argv = ["--data", photos, "--teacher", "timm/test_vit/random", "--out", str(tmp_path),
-                *SMALLER]
-        shutil.copytree(Path(photos, "train"), tmp_path / "half" / "train")
-        for wrong in (["--data", str(tmp_path / "half")], ["--data", "x"]):
-            with pytest.raises(common.UserError, match=wrong[1]):
-                compare.main(*compare.parse_args([*argv, *wrong]))
-        with pytest.raises(SystemExit):
-            compare.main(*compare.parse_args([*argv, "--expert", "3"]))
-        assert not pretended
-        failing = Mock(return_value=Mock(returncode=2))
-        monkeypatch.setattr(compare, "subprocess", Mock(run=failing))
-        with pytest.raises(SystemExit, match="2"):
-            compare.main(*compare.parse_args(argv))
-        failing.assert_called_once()
-        started = []
-
-        def interrupted(command):      # by Ctrl-C, at which a stage saves and ends well
-            started.append(command)
-            signal.raise_signal(signal.SIGINT)
-            return Mock(returncode=0)
-        monkeypatch.setattr(compare, "subprocess", Mock(run=interrupted))
-        with pytest.raises(SystemExit, match="resumes"):
-            compare.main(*compare.parse_args(argv))
-        assert len(started) == 1
 
 
 STAGES = {f"{module.__name__}.py": module for module in SCRIPTS.values()}

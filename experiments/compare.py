@@ -1,23 +1,35 @@
-"""Is a router better than none on your images? Pretrains students with and without, and compares.
+"""Do routed losses help on your images, under a real teacher? Trains small students, and compares.
 
-    python experiments/compare.py --data photos
-    python experiments/compare.py --data photos --teacher ViT-B-16/openai --epochs 50 --out runs/50
+    python experiments/compare.py --data photos --processes 2
+    python experiments/compare.py --data photos --teacher ViT-B-16/openai --out runs/clip
 
-The first command trains a teacher from scratch, and pretrains four kinds of students with three
-seeds each: about 20 minutes on two cores with 2,000 photographs. Each run has a folder in --out,
-and the same command resumes. Flags that are not named below go to pretrain.py, and change no
-teacher; expert 0 has lambda 0.05, and expert 1 none.
+The program computes the teacher's tokens of the training images once. Then it trains a student for
+each arm and seed on them, and measures a linear probe and k-NN of its [CLS] on val/. A student is
+a row in --rows. The same command goes on after Ctrl-C, and trains only the rows that are missing.
+At the end, the program prints a table, the comparisons of --pairs, and a verdict.
 
-The tables show the last token loss of training, without weights, and the accuracy of k-NN and of a
-linear probe (ridge regression) on [CLS]: means over the seeds, and differences between arms of the
-same seed. "to none" is what experts change, and "to uniform" what weighting the loss changes. The
-95 % intervals of accuracies are for other seeds and other images of val/.
+An arm is a name and, if you like, settings: "routed, lambda 0.5". The names:
+
+    none        no experts
+    uniform     two experts, and all patches count equally
+    detached    the router's weights, which send the router no gradient
+    routed      the router's weights
+    lent        the weights of another seed's routed student for the same image
+    loss        weights proportional to exp(-loss / lambda), without a gradient
+    fixed       the mean weight that each position has in routed students with the seeds 0 to 2
+    untrained   two experts before the first step
+
+Settings are lambda of expert 0, whose weights are the loss's (0.1; expert 1 has none), w_cls (0.4)
+and the factor of the router's learning rate ("rate x 10").
 """
 
 import argparse
+import collections
+import functools
+import itertools
+import json
 import math
-import signal
-import subprocess
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -27,111 +39,461 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
-import data
-import knn
-import pretrain
-from encoders import build_frozen
-from experiments.measures import half_width, probe
+import finetune
+from common import UserError, note, positive_int, rounded
+from encoders import build_frozen, load_encoder
+from experiments import students
+from model import Explore, ViT
 from run import read_lines
 
-SMALL = ("--model vit_nano --image-size 64 --patch-size 8 --batch-size 64 --lr 1e-3 --epochs 20 "
-         "--warmup-epochs 1").split()
-ARMS = {"none": "--experts 0 --entropy-weight 5",      # --experts 0 refuses other lambdas
-        "uniform": "--loss-weights uniform", "detached": "--detach", "routed": ""}
-PAPER = """On ImageNet, the paper's 2 experts gain 1.3 points of k-NN by weighting the losses, and
-against no experts, they lose 0.3 points of k-NN and gain 3.4 in the linear probe."""
+DEFAULTS = dict(experts=2, weights="dispatch", detach=False, cls_weight=0.4, lambda_=0.1,
+                router_rate=1.0)
+ARMS = {"none": dict(experts=0), "uniform": dict(weights="uniform"), "detached": dict(detach=True),
+        "routed": dict(), "lent": dict(weights="lent"), "loss": dict(weights="loss"),
+        "fixed": dict(weights="fixed"), "untrained": dict(weights="uniform")}
+SETTINGS = {"lambda": "lambda_", "w_cls": "cls_weight", "rate x": "router_rate"}
+REFERENCES = ("chance", "raw pixels", "teacher")      # these rows have no seed
+PAIRS = ("routed - uniform", "routed - detached", "routed - none")
+MEASURES = {"probe": "linear probe", "knn": "k-NN"}
+TEACHER = "timm/tf_efficientnet_lite0.in1k"
+PAPERS_GAIN = {"probe": 3.4, "knn": 1.3}      # routed minus none, and routed minus uniform
+OBSTACLES = {
+    "rows": "rows are missing; the same command measures them.",
+    "teacher": "the teacher is no better than an untrained student; take another --teacher.",
+    "students": "the students learned nothing: they are not above untrained ones by more than the "
+                "interval. Train for more --epochs or on more images.",
+    "length": "the weights of routed students hardly differ from uniform ones, or from those that "
+              "routers have anyway (dispatch_cv), and by lambda and token_spread, they should: the "
+              "run is too short for its router.",
+    "lambda": "the weights of routed students hardly differ from uniform ones, or from those that "
+              "routers have anyway (dispatch_cv): take a smaller lambda.",
+    "intervals": "intervals are wider than the paper's gains (1.3 points of k-NN, 3.4 of the "
+                 "probe). More seeds narrow the first, and more images in val/ the second."}
 
 
-def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """-> flags, and those for pretrain.py"""
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, metavar="FOLDER", help="in ImageNet's layout")
-    parser.add_argument("--teacher", help="as pretrain.py takes it")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="at least two")
-    parser.add_argument("--out", default="runs/compare", metavar="FOLDER")
-    args, others = parser.parse_known_args(argv)
-    if len(args.seeds) < 2:
-        parser.error("--seeds: intervals need at least two")
-    return args, others
+    add = parser.add_argument
+    add("--data", required=True, help="images with train/ and val/, as pretrain.py takes them")
+    add("--teacher", help=f"as pretrain.py takes it (default: {TEACHER} or, where it cannot be "
+                          "loaded, a small one that is trained on your labels)")
+    add("--image-size", type=positive_int, default=64, help="of students: a multiple of 8 pixels")
+    add("--images", type=positive_int, default=4000, help="at most so many to train on")
+    add("--bank", type=int, default=0, metavar="N",
+        help="take N other images of train/ as the labeled ones of probe and k-NN, and measure on "
+             "all that are left, too (default: the labeled ones are those to train on)")
+    add("--held-out", action="store_true",
+        help="train on three quarters of the training images and measure on the fourth, to choose "
+             "a setting")
+    add("--epochs", type=positive_int, default=16)
+    add("--pairs", nargs="*", default=PAIRS, metavar='"ARM - ARM"', help="what is to be compared")
+    add("--arms", nargs="*", default=[], metavar="ARM", help="more arms to train")
+    add("--seeds", nargs="+", type=int, default=range(3, 9))
+    add("--processes", type=positive_int, default=1, help="students at a time, each on one core")
+    add("--out", type=Path, default=Path("runs/compare"), help="images, tokens, and --rows")
+    add("--rows", type=Path, metavar="FILE", help="(default: rows.jsonl in --out)")
+    add("--print", action="store_true", help="train nothing; print what --rows has")
+    add("--save", type=Path, metavar="FILE",
+        help="train one student, of one of --arms and --seeds, and save it as a checkpoint")
+    args = parser.parse_args(argv)
+    args.rows = args.rows or args.out / "rows.jsonl"
+    args.pairs = [pair.split(" - ") for pair in args.pairs]
+    try:
+        for arm in itertools.chain(args.arms, *args.pairs):
+            find_setting(arm)
+        if {len(pair) for pair in args.pairs} - {2}:
+            raise ValueError
+    except (KeyError, ValueError):
+        parser.error('an arm is a name and settings, "routed, lambda 0.5"; a pair is "ARM - ARM"')
+    if args.image_size % students.GRID:
+        parser.error("--image-size: students have 8 x 8 patches")
+    return args
 
 
-def plan(args: argparse.Namespace, others: list[str]) -> list[list[str]]:
-    """-> the commands of all stages, in their order"""
-    commands = [] if args.teacher else [["finetune.py", "--data", args.data, *SMALL, "--augment",
-                                         "plain", "--out", f"{args.out}/teacher"]]
-    teacher = args.teacher or f"{args.out}/teacher/last.pt"
-    for seed in args.seeds:
-        for arm, own in ARMS.items():
-            flags = [*SMALL, "--entropy-weight", "0.05", "0", *others, *own.split(),
-                     "--data", args.data, "--teacher", teacher, "--seed", str(seed),
-                     "--out", f"{args.out}/{arm}-{seed}"]
-            pretrain.parse_args(flags)      # a wrong flag ends this before the teacher is trained
-            commands.append(["pretrain.py", *flags])
-    return commands
+def find_setting(arm: str) -> dict:
+    """"routed, lambda 0.5" -> its settings"""
+    name, *words = arm.split(", ")
+    given = (word.rsplit(" ", 1) for word in words)
+    return DEFAULTS | ARMS[name] | {SETTINGS[key]: float(value) for key, value in given}
 
 
-def evaluate(folder: Path, train, val, process: common.Process) -> tuple[float, Tensor]:
-    """-> a student's last token loss, and whether k-NN and the probe are right, bool [2, M], for
-    each of the M images of val/
+# ----------------------------------------------------------------------------------- the rows
+
+def find_teacher(args: argparse.Namespace) -> str:
+    """--teacher or, without it, the first that can be had: a real one, or one of our own"""
+    if args.teacher:
+        return args.teacher
+    try:
+        build_frozen(TEACHER)
+        return TEACHER
+    except UserError as error:
+        note(f"{error}; so a small teacher is trained on the labels of --data, which knows little")
+    folder = args.out / "teacher"
+    finetune.main(finetune.parse_args([
+        "--data", args.data, "--out", str(folder), *"--model vit_nano --image-size 64 --patch-size "
+        "8 --augment plain --batch-size 64 --lr 1e-3 --epochs 20 --warmup-epochs 1".split()]))
+    return str(folder / "last.pt")
+
+
+def prepare_once(args: argparse.Namespace):
+    """Computes the teacher's tokens, unless --out has them. Raises UserError if it has others."""
+    flags = dict(data=args.data, image_size=args.image_size, images=args.images, bank=args.bank)
+    if not (args.out / "facts.json").exists():
+        students.prepare(args.out, teacher=find_teacher(args), **flags)
+    if args.teacher:
+        flags["teacher"] = args.teacher
+    facts = json.loads((args.out / "facts.json").read_text())
+    if changed := common.differences(facts, flags):
+        raise UserError(f"{args.out} holds other images or tokens; give another --out: {changed}")
+
+
+def lend(args: argparse.Namespace, train_set: dict, key: dict) -> ViT:
+    """The routed student of another seed, which is trained unless its row has been: seeds 3 and 4
+    lend to each other, 5 and 6, and so on.
     """
-    log = read_lines(folder / "log.jsonl")[-1]
-    encoder = build_frozen(str(folder / "last.pt")).to(process.device)
-    settings = argparse.Namespace(batch_size=256, workers=0, pool="cls")
-    (bank, labels), (queries, truth) = (
-        knn.extract(encoder, data.CenterViews(images, encoder.image_size), settings, process, name)
-        for name, images in (("bank", train), ("val", val)))
-    classes = len(train.classes)
-    voted = knn.classify(queries, bank, labels, classes, k=20, temperature=0.07)
-    probed = probe(bank, labels, queries, classes)
-    return log.get("token_unweighted", log["token"]), torch.stack([voted, probed]) == truth
+    other = key | dict(arm=key["arm"].replace("lent", "routed"), weights="dispatch",
+                       seed=key["seed"] + (1 if key["seed"] % 2 else -1))
+    file = find_file(args, other, "pt")
+    if not file.exists():
+        train_student(args, other, train_set)      # saves it
+    return load_encoder(file)
 
 
-def print_table(title: str, values: np.ndarray, digits: int):
-    """values [seeds, arms, M]: a number for each image, or one for all"""
-    print(f"\n{title:12}    mean    to none           to uniform")
-    for i, arm in enumerate(ARMS):
-        line = f"{arm:12}{values[:, i].mean():8.{digits}f}"
-        for other in range(min(i, 2)):      # none, uniform
-            difference = values[:, i] - values[:, other]                        # [seeds, M]
-            cell = f"{difference.mean():+.{digits}f} ± {half_width(difference):.{digits}f}"
-            line += f"    {cell:14}"
-        print(line.rstrip())
+def find_positions(rows: list[dict], key: dict) -> Tensor:
+    """The mean weights [N] of routed students with seeds 0 to 2 and otherwise the same settings"""
+    same = "epochs", "images", "lambda_", "router_rate"
+    return torch.tensor([row["positions"] for row in rows
+                         if row["arm"].startswith("routed") and row["seed"] in (0, 1, 2)
+                         and all(row[name] == key[name] for name in same)]).mean(0)
 
 
-def main(args: argparse.Namespace, others: list[str]):
-    size = int(pretrain.parse_args([*SMALL, "--entropy-weight", "0.05", "0", *others]).image_size)
-    train, val = (data.open_images(args.data, split, size) for split in ("train", "val"))
-    print(f"{len(train)} training and {len(val)} validation images of {len(train.classes)} classes:"
-          f" an accuracy has a standard error of up to {50 / math.sqrt(len(val)):.1f} points.")
-    print(PAPER, flush=True)
-    commands = plan(args, others)
-    stopped = []      # Ctrl-C reaches the stage, too, which saves
-    signal.signal(signal.SIGINT, lambda *signal_and_frame: stopped.append(True))
-    for i, (script, *flags) in enumerate(commands, start=1):
-        print(f"{i} of {len(commands)}: {script} {flags[-1]}", flush=True)
-        code = subprocess.run([sys.executable, f"{sys.path[0]}/{script}", *flags]).returncode
-        if stopped:
-            sys.exit("the same command resumes")
-        if code:
-            sys.exit(code)      # the stage has said why
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    folders = [[Path(args.out, f"{arm}-{seed}") for arm in ARMS] for seed in args.seeds]
-    ends = {read_lines(folder / "log.jsonl")[-1]["epoch"] for row in folders for folder in row}
-    if len(ends) > 1:      # a signal stopped one
-        sys.exit("not all runs are complete; the same command resumes")
-    process = common.Process(argparse.Namespace(amp="off"))
-    found = [[evaluate(folder, train, val, process) for folder in row] for row in folders]
-    losses = np.array([[[loss] for loss, _ in row] for row in found])           # [seeds, arms, 1]
-    right = 100 * np.array([[right.double().cpu().numpy() for _, right in row] for row in found])
-    print_table("token loss", losses, 4)
-    print_table("k-NN, %", right[:, :, 0], 1)
-    print_table("probe, %", right[:, :, 1], 1)
-    print("\nOf twenty such intervals, one excludes zero by luck.")
-    cv = np.mean([read_lines(row[-1] / "log.jsonl")[-1]["dispatch_cv"][0] for row in folders])
-    print(f"The dispatch_cv of routed students is {cv:.2f}. Below 0.1, their weights are nearly "
-          "uniform; a smaller --entropy-weight makes them differ more.")
+def measure(args: argparse.Namespace, key: dict) -> tuple[dict, np.ndarray]:
+    """Trains the student of a row, or measures a reference -> the row, and which answers of the
+    probe and of k-NN are right, bool [2, Q]
+    """
+    torch.set_num_threads(1)
+    train_set, bank, test = students.open_sets(args.out, args.held_out)
+    y, truth = (torch.from_numpy(np.array(each["labels"])) for each in (bank, test))
+    more = {}
+    if key["arm"] == "chance":
+        right = torch.stack([truth == y.bincount().argmax()] * 2)
+    elif key["arm"] == "raw pixels":
+        x, test_x = (students.shrink(each["images"]) for each in (bank, test))
+        right = students.classify(x, y, test_x, truth)
+        known = {image.tobytes() for image in bank["images"]}
+        more["duplicates"] = float(np.mean([image.tobytes() in known for image in test["images"]]))
+    elif key["arm"] == "teacher":
+        x, test_x, seen = students.find_features(args.out, args.held_out)
+        right = students.classify(x, y, test_x, truth[seen])
+    else:
+        student, more = train_student(args, key, train_set)
+        x, test_x = (students.find_cls(student.encoder, each["images"]) for each in (bank, test))
+        right = students.classify(x, y, test_x, truth)
+    found = dict(zip(MEASURES, (100 * right.double().mean(1)).tolist()))
+    return rounded(key | more | found), right.numpy()
+
+
+def train_student(args: argparse.Namespace, key: dict, train_set: dict) -> tuple[Explore, dict]:
+    """Trains the student of a row -> it, and what the row says of it besides its accuracies"""
+    setting = {name: key[name] for name in DEFAULTS}
+    more = {}
+    if setting["weights"] == "fixed":
+        more["positions"] = find_positions(read_lines(args.rows), key)
+    if setting["weights"] == "lent":
+        more["lender"] = lend(args, train_set, key)
+    epochs = 0 if key["arm"] == "untrained" else key["epochs"]
+    student, means = students.train(setting, train_set, epochs, key["seed"], **more)
+    means["parameters"] = sum(p.numel() for p in student.encoder.parameters())
+    if key["arm"].startswith("routed"):
+        save(args, key, student, find_file(args, key, "pt"))
+        if key["seed"] < 3:
+            images = torch.from_numpy(np.array(train_set["images"])) / 255
+            weights = students.find_weights(student.encoder, images)
+            means["positions"] = ((1 + students.GRID ** 2) * weights.mean(0)).tolist()
+    return student, means
+
+
+def save(args: argparse.Namespace, key: dict, student: Explore, file: Path):
+    """Writes a checkpoint of the student, as pretrain.py writes one, and says how to make it."""
+    command = " ".join(["python", "experiments/compare.py", *sys.argv[1:]])
+    temporary = file.with_suffix(f".{key['seed']}.tmp")
+    torch.save(dict(model=student.state_dict(), encoder=student.encoder.config, epoch=key["epochs"],
+                    args=dict(stage="pretrain", data=args.data, command=command)), temporary)
+    temporary.replace(file)
+
+
+def find_keys(args: argparse.Namespace) -> list[dict]:
+    """What identifies each row: arm, seed, settings, and digests of images and tokens. A file holds
+    the rows of one set and one teacher. Raises UserError.
+    """
+    train_set, bank, test = sets = students.open_sets(args.out, args.held_out)
+    arrays = (each[name] for each in sets for name in ("images", "labels"))
+    same = dict(data=students.checksum(*arrays), teacher=students.checksum(train_set["tokens"]))
+    for row in read_lines(args.rows):
+        if not same.items() <= row.items():
+            raise UserError(f"{args.rows} has rows of other images or of another teacher; give "
+                            "another --rows")
+    same |= dict(epochs=args.epochs, images=len(train_set["images"]), bank=len(bank["images"]),
+                 test=len(test["images"]))
+    arms = dict.fromkeys(itertools.chain(["untrained"], *args.pairs, args.arms))
+    return [dict(arm=name, seed=None) | same for name in REFERENCES] + [
+        dict(arm=arm, seed=seed) | same | find_setting(arm) for seed in args.seeds for arm in arms]
+
+
+def work(args: argparse.Namespace):
+    """Measures the rows that --rows lacks, and keeps which answers were right in --out."""
+    done = read_lines(args.rows)
+    keys = [key for key in find_keys(args) if not any(key.items() <= row.items() for row in done)]
+    keys.sort(key=lambda key: key.get("weights") == "lent")      # last: other rows lend
+    note(f"{args.out}: {len(keys)} rows to measure", sys.stdout)
+    args.rows.parent.mkdir(parents=True, exist_ok=True)
+    with open(args.rows, "a") as file:
+        if args.processes == 1:
+            found = map(functools.partial(measure, args), keys)
+        else:
+            pool = multiprocessing.get_context("spawn").Pool(args.processes)
+            found = pool.imap_unordered(functools.partial(measure, args), keys)
+        for row, right in common.progress_bar(found, "rows", total=len(keys)):
+            np.save(find_file(args, row, "npy"), np.packbits(right, axis=1))
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            note(f"{row['arm']}, seed {row['seed']}: probe {row['probe']:.1f} %, k-NN "
+                 f"{row['knn']:.1f} %", sys.stdout)
+
+
+def find_file(args: argparse.Namespace, row: dict, kind: str) -> Path:
+    """Where --out keeps which answers of a row were right (npy), and its student (pt)"""
+    return args.out / "rows" / (f"{row['arm']}, seed {row['seed']}, {row['epochs']} epochs, "
+                                f"{row['images']} images.{kind}")
+
+
+# ------------------------------------------------------------------------- tables and verdict
+
+def two_sided(t: float, free: int) -> float:
+    """The probability that |t| is larger, of Student's t with `free` degrees of freedom"""
+    angles = np.linspace(0, math.pi / 2, 20_001)      # of arctan(t / sqrt(free))
+    density = np.cos(angles) ** (free - 1)
+    return float(density[angles >= math.atan2(t, math.sqrt(free))].sum() / density.sum())
+
+
+@functools.cache
+def quantile(free: int) -> float:
+    """Student's t for a 95 % interval, by bisection"""
+    low, high = 0.0, 100.0
+    for _ in range(40):
+        t = (low + high) / 2
+        low, high = (t, high) if two_sided(t, free) > 0.05 else (low, t)
+    return low
+
+
+def standard_error(values: np.ndarray, by_images: float = 0.0) -> float:
+    """The standard error of the mean of values [seeds], for other seeds and, with the standard
+    error of the choice of test images, for these, too
+    """
+    return math.hypot(values.std(ddof=1) / math.sqrt(len(values)), by_images)
+
+
+def half_width(values: np.ndarray, by_images: float = 0.0) -> float:
+    """Half of the 95 % interval of the mean"""
+    return quantile(len(values) - 1) * standard_error(values, by_images)
+
+
+def p_value(values: np.ndarray, by_images: float = 0.0) -> float:
+    """Student's t test that the mean is 0, two-sided"""
+    error = standard_error(values, by_images)
+    return two_sided(abs(values.mean()) / error, len(values) - 1) if error else 1.0
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """p values, corrected for their number by Holm's method"""
+    corrected, least = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(np.argsort(p_values)):
+        least = max(least, min(1.0, (len(p_values) - rank) * p_values[i]))
+        corrected[i] = least
+    return corrected
+
+
+def differences(rows: list[dict], arm: str, other: str, measure: str) -> np.ndarray:
+    """arm minus other, in points, for each seed that both have"""
+    ours, theirs = ({row["seed"]: row[measure] for row in rows if row["arm"] == each}
+                    for each in (arm, other))
+    return np.array([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
+
+
+def image_error(args: argparse.Namespace, rows: list[dict], arm: str, other: str,
+                measure: str) -> float | None:
+    """The standard error of a difference over the choice of test images, if --out has which answers
+    were right
+    """
+    ours, theirs = ({row["seed"]: find_file(args, row, "npy") for row in rows
+                     if row["arm"] == each} for each in (arm, other))
+    seeds = ours.keys() & theirs.keys()
+    if not all(files[seed].exists() for files in (ours, theirs) for seed in seeds):
+        return None
+    count, at = rows[0]["test"], list(MEASURES).index(measure)
+    right = [[np.unpackbits(np.load(files[seed])[at], count=count) for seed in seeds]
+             for files in (ours, theirs)]
+    return 100 * float(np.subtract(*np.mean(right, axis=1)).std(ddof=1)) / math.sqrt(count)
+
+
+def compare_arms(args: argparse.Namespace, rows: list[dict], arm: str, other: str,
+                 measure: str) -> dict:
+    """arm minus other: the mean, half of its interval, and p; empty if they share no two seeds
+
+    Interval and p are for other seeds and, as `width_images` and `p_images`, for other test images,
+    too, if --out has which answers were right.
+    """
+    values = differences(rows, arm, other, measure)
+    if len(values) < 2:
+        return {}
+    found = dict(name=f"{arm} minus {other}, {MEASURES[measure]}", measure=measure,
+                 mean=float(values.mean()), seeds=len(values), width=half_width(values),
+                 p=p_value(values))
+    by_images = image_error(args, rows, arm, other, measure)
+    if by_images is None:
+        return found
+    return found | dict(width_images=half_width(values, by_images),
+                        p_images=p_value(values, by_images))
+
+
+def compare_pairs(args: argparse.Namespace, rows: list[dict]) -> list[dict]:
+    """The comparisons of --pairs, first in the probe, then in k-NN, with p values corrected by
+    Holm's method
+    """
+    found = [compare_arms(args, rows, *pair, measure) for measure in MEASURES
+             for pair in args.pairs]
+    found = [each for each in found if each]
+    for p in ("p", "p_images"):
+        if all(p in each for each in found):
+            for each, corrected in zip(found, holm([each[p] for each in found])):
+                each[f"corrected_{p}"] = corrected
+    return found
+
+
+def width(each: dict) -> float:
+    """Half of the interval for other seeds and, if that is known, for other test images, too"""
+    return each.get("width_images", each["width"])
+
+
+def differing(found: list[dict]) -> list[dict]:
+    """The comparisons whose corrected p is below 0.05"""
+    return [each for each in found if each.get("corrected_p_images", each["corrected_p"]) < 0.05]
+
+
+def cell(values: np.ndarray) -> str:
+    return f"{values.mean():+.2f} ± {half_width(values):.2f}" if len(values) > 1 else ""
+
+
+def print_table(rows: list[dict]):
+    """A line for each arm: how its weights vary, its accuracies, and differences to none and to
+    uniform, with 95 % intervals for other seeds
+    """
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    none, uniform = (next((arm for arm in arms if arm.split(",")[0] == name), "")
+                     for name in ("none", "uniform"))
+    print("| arm (seeds) | dispatch_cv | probe, % | to none | to uniform | k-NN, % | to uniform |")
+    print("|---" * 7 + "|")
+    for arm in arms:
+        own = [row for row in rows if row["arm"] == arm]
+        cv = [row["dispatch_cv"] for row in own if "dispatch_cv" in row]
+        cells = [f"{arm} ({len(own)})" if own[0]["seed"] is not None else arm,
+                 f"{np.mean(cv):.3f}" if cv else ""]
+        for measure, others in (("probe", (none, uniform)), ("knn", (uniform,))):
+            cells.append(f"{np.mean([row[measure] for row in own]):.1f}")
+            cells += [cell(differences(rows, arm, other, measure)) if arm != other else ""
+                      for other in others]
+        print("| " + " | ".join(cells) + " |")
+
+
+def find_obstacle(args: argparse.Namespace, rows: list[dict], found: list[dict]) -> str:
+    """What keeps the rows from an answer, a key of OBSTACLES, or "" """
+    arm, other = args.pairs[0]
+    own, base, untrained, teacher = ([row for row in rows if row["arm"] == name]
+                                     for name in (arm, other, "untrained", "teacher"))
+    learned = [compare_arms(args, rows, arm, "untrained", measure) for measure in MEASURES]
+    if not (found and teacher and all(learned)):
+        return "rows"
+
+    def exceeds(measure: str) -> bool:
+        """Whether the teacher is above the untrained student by more than chance"""
+        low, high = (np.mean([row[measure] for row in each]) for each in (untrained, teacher))
+        count = min(rows[0]["test"], students.TEACHER_IMAGES)
+        return high - low > 1.96 * math.sqrt(2 * low * (100 - low) / count)
+    if not any(map(exceeds, MEASURES)):
+        return "teacher"
+    if not any(each["mean"] > width(each) for each in learned):
+        return "students"
+    cv, base_cv = (np.mean([row.get("dispatch_cv", 0) for row in each]) for each in (own, base))
+    if arm.startswith("routed") and (cv < 0.1 or cv < 1.5 * base_cv):
+        predicted = 0.5 * np.mean([row["token_spread"] for row in own]) / own[0]["lambda_"]
+        return "length" if cv < 0.5 * predicted else "lambda"
+    first = [each for each in found if each["name"].startswith(f"{arm} minus {other},")]
+    if all(width(each) > PAPERS_GAIN[each["measure"]] for each in first) and not differing(found):
+        return "intervals"
+    return ""
+
+
+def find_verdict(args: argparse.Namespace, rows: list[dict], found: list[dict]) -> str:
+    """What the rows can tell, in words"""
+    if obstacle := find_obstacle(args, rows, found):
+        return f"This run cannot tell, because {OBSTACLES[obstacle]}"
+    scope = "This holds for small students, fixed crops and this schedule."
+    if names := [each["name"] for each in differing(found)]:
+        return f"After the correction, these differ: {'; '.join(names)}. {scope}"
+    limit = max(abs(each["mean"]) + width(each) for each in found)
+    return ("No difference survives the correction; the intervals leave room for differences of "
+            f"up to {limit:.1f} points. {scope}")
+
+
+def report(args: argparse.Namespace):
+    """Prints a table of --rows, the comparisons and a verdict."""
+    groups = collections.defaultdict(list)
+    for row in read_lines(args.rows):
+        groups[tuple(row.get(name, "?") for name in ("epochs", "images", "bank", "test"))] += [row]
+    for (epochs, images, bank, test), rows in groups.items():
+        print(f"\n{epochs} epochs of {images} images, {bank} labeled and {test} test images\n")
+        print_table(rows)
+        if found := compare_pairs(args, rows):
+            print("\nDifferences in points with 95 % intervals for other seeds, and p of a paired "
+                  f"t test, by itself and by Holm's method for {len(found)} comparisons:")
+        for each in found:
+            print(f"{each['name']}: {each['mean']:+.2f} ± {each['width']:.2f}, {each['seeds']} "
+                  f"seeds, p {each['p']:.3f}, {each['corrected_p']:.3f}")
+            if "corrected_p_images" in each:
+                print(f"    with other test images: ± {each['width_images']:.2f}, "
+                      f"p {each['p_images']:.3f}, {each['corrected_p_images']:.3f}")
+        for row in rows:
+            if row.get("duplicates", 0) > 0.03:
+                print(f"{row['duplicates']:.0%} of the test images are labeled images, too, so "
+                      "accuracies are too high: val/ must hold other photographs.")
+        if args.pairs:
+            print(f"\n{find_verdict(args, rows, found)}")
+
+
+def save_one(args: argparse.Namespace):
+    """Trains the first of --arms with the first of --seeds, writes it in half precision to --save,
+    and prints its row.
+    """
+    key = next(key for key in find_keys(args) if key["arm"] == args.arms[0])
+    train_set, *_ = students.open_sets(args.out, args.held_out)
+    student, _ = train_student(args, key, train_set)
+    save(args, key, student.half(), args.save)
+
+
+def main(args: argparse.Namespace):
+    if args.print:
+        return report(args)
+    prepare_once(args)
+    (args.out / "rows").mkdir(exist_ok=True)
+    if args.save:
+        return save_one(args)
+    work(args)
+    report(args)
 
 
 if __name__ == "__main__":
-    common.launch(lambda flags: main(*flags), parse_args())
+    try:
+        common.launch(main, parse_args())
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command goes on")
