@@ -231,7 +231,7 @@ class ViT(nn.Module):
     its input, which saves memory and costs one more forward pass.
 
     Parameters have timm's names: the state dict of a ViT without experts loads into timm's
-    VisionTransformer(init_values=0.1, num_classes=0), and `encoders.load_encoder` reads timm's
+    VisionTransformer(init_values=0.1, num_classes=0), and `checkpoints.load_encoder` reads timm's
     state dicts.
     """
     recompute = False

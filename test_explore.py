@@ -52,6 +52,7 @@ from torchvision.transforms.v2 import functional as TF
 
 import analyze
 import balance
+import checkpoints
 import common
 import data
 import encoders
@@ -1070,7 +1071,7 @@ def timm_vit(**kwargs):
 def check_loads(source, vit):
     """load_encoder(source) has the features of timm's `vit`."""
     images = torch.rand(1, 3, *vit.patch_embed.img_size)
-    encoder = encoders.load_encoder(source).eval()
+    encoder = checkpoints.load_encoder(source).eval()
     assert torch.allclose(encoder(images)[0], vit.forward_features(images), atol=1e-5)
 
 
@@ -1152,7 +1153,7 @@ class TestCheckpoints:
                     "seen": np.ones(2, bool)},
                    tmp_path / "release.pt")
         assert f"numpy.{core}.multiarray".encode() in (tmp_path / "release.pt").read_bytes()
-        loaded = encoders.load_encoder(tmp_path / "release.pt").eval()
+        loaded = checkpoints.load_encoder(tmp_path / "release.pt").eval()
         images = torch.rand(2, 3, 32, 32)
         assert torch.allclose(loaded(images)[0], encoder(images)[0], atol=1e-6)
         assert loaded.moe_blocks == [0, 2]
@@ -1160,13 +1161,13 @@ class TestCheckpoints:
     def test_timms_config_beside_a_file_says_its_heads(self, tmp_path, capsys):
         torch.save(timm_vit().state_dict(), tmp_path / "x.pt")
         write_text(tmp_path / "config.json", '{"architecture": "vit_tiny_patch16_224"}')
-        encoders.load_encoder(tmp_path / "x.pt")
+        checkpoints.load_encoder(tmp_path / "x.pt")
         assert not capsys.readouterr().err      # nothing is assumed
 
     def test_a_config_of_another_library_beside_a_file_is_no_error(self, tmp_path):
         torch.save(timm_vit().state_dict(), tmp_path / "x.pt")
         write_text(tmp_path / "config.json", '{"architectures": ["ViTModel"]}')
-        encoders.load_encoder(tmp_path / "x.pt")
+        checkpoints.load_encoder(tmp_path / "x.pt")
 
     @pytest.mark.parametrize("file", (
         # DDP, torch.compile, DINO's and Lightning's modules give their names to what they hold
@@ -1247,7 +1248,7 @@ class TestCheckpoints:
         line = capsys.readouterr().err
         assert not line if heads else (str(path) in line and " 6" in line)
         vit.blocks[0].attn.num_heads, vit.blocks[0].attn.head_dim = 4, 96
-        check_loads(encoders.load_checkpoint(path, heads=4), vit)
+        check_loads(checkpoints.load_checkpoint(path, heads=4), vit)
         assert not capsys.readouterr().err
 
     @pytest.mark.parametrize("content, expected", (
@@ -1258,7 +1259,7 @@ class TestCheckpoints:
     def test_a_file_that_fits_in_part_does_not_load(self, tmp_path, content, expected):
         torch.save(content(nano(dim=192).state_dict()), tmp_path / "x.pt")
         with pytest.raises(common.UserError, match=expected):
-            encoders.load_encoder(tmp_path / "x.pt")
+            checkpoints.load_encoder(tmp_path / "x.pt")
 
     @pytest.mark.parametrize("name", (
         "vit_small_patch14_reg4_dinov2", "vit_medium_patch16_reg4_gap_256", "beit_base_patch16_224",
@@ -1267,38 +1268,38 @@ class TestCheckpoints:
         import timm
         torch.save(timm.create_model(name, depth=1).state_dict(), tmp_path / "x.pt")
         with pytest.raises(common.UserError, match="timm/NAME may take it"):
-            encoders.load_encoder(tmp_path / "x.pt")
+            checkpoints.load_encoder(tmp_path / "x.pt")
 
     def test_code_in_a_file_never_runs(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         Path("x.pt").write_bytes(b"cos\nmkdir\n(S'sprung'\ntR.")      # a pickle that makes a folder
         with pytest.raises(common.UserError, match=r"^x.pt: .*it begins with b.cos"):
-            encoders.load_encoder("x.pt")
+            checkpoints.load_encoder("x.pt")
 
         class Trap:
             def __reduce__(self):
                 return os.mkdir, ("sprung",)
         torch.save({"model": nano().state_dict(), "code": Trap()}, "y.pt")
         with pytest.raises(common.UserError, match="^y.pt: .* GLOBAL posix.mkdir"):
-            encoders.load_encoder("y.pt")
+            checkpoints.load_encoder("y.pt")
         assert not Path("sprung").exists()
 
     def test_position_embeddings_resize_to_another_grid_as_timms(self):
         from timm.layers import resample_abs_pos_embed
         embed = torch.randn(1, 17, 3)
         expected = resample_abs_pos_embed(embed, [6, 6])
-        assert torch.allclose(encoders.resize_pos_embed(embed, 6), expected, atol=1e-6)
-        assert encoders.resize_pos_embed(embed, 4) is embed
+        assert torch.allclose(checkpoints.resize_pos_embed(embed, 6), expected, atol=1e-6)
+        assert checkpoints.resize_pos_embed(embed, 4) is embed
         half = embed.half()      # files are often in half precision
-        expected = encoders.resize_pos_embed(half.float(), 6)
-        torch.testing.assert_close(encoders.resize_pos_embed(half, 6), expected, rtol=0, atol=0)
+        expected = checkpoints.resize_pos_embed(half.float(), 6)
+        torch.testing.assert_close(checkpoints.resize_pos_embed(half, 6), expected, rtol=0, atol=0)
 
     @pytest.mark.parametrize("flags", ("", "--encoding dense --objective token_cls_pixel"))
     def test_a_student_that_is_loaded_predicts_as_it_did(self, stage, teacher, flags):
         argv = stage("pretrain", f"--max-steps 1 --experts 3 {flags}")
         train(argv)
         path = f"{pretrain.parse_args(argv).out}/last.pt"
-        student = encoders.load_student(path, decoder=SMALL_DECODER).eval()
+        student = checkpoints.load_student(path, decoder=SMALL_DECODER).eval()
         trained = small_decoder(pretrain.parse_args(argv), 60).eval()
         trained.load_state_dict(torch.load(path)["model"])
         mask = torch.stack([torch.randperm(16) < 7 for _ in range(2)])
@@ -1313,7 +1314,7 @@ class TestCheckpoints:
         torch.manual_seed(1)
         encoder = nano(**vit).eval()
         torch.manual_seed(1)
-        loaded = encoders.load_encoder(write_checkpoint(tmp_path / "e.pt", **vit)).eval()
+        loaded = checkpoints.load_encoder(write_checkpoint(tmp_path / "e.pt", **vit)).eval()
         assert torch.equal(loaded(images)[0], encoder(images)[0])
 
 
@@ -1432,7 +1433,7 @@ class TestFrozenEncoders:
         assert not any(p.requires_grad for p in teacher.parameters()) and not teacher.training
         exact = teacher(images)
         if name == path:
-            expected, _ = encoders.load_encoder(path).eval()(normalized(images))
+            expected, _ = checkpoints.load_encoder(path).eval()(normalized(images))
             assert torch.equal(exact, expected)
             assert torch.equal(build_frozen(path)(images), expected)
         for precision, error in ((torch.bfloat16, 0.03), (torch.float16, 0.003)):
@@ -2158,7 +2159,7 @@ def plain_pretraining(args, world=1):
     objectives = args.objective.split("_")
     images = data.open_images(args.data, "train", args.image_size)
     views = data.TrainViews(images, args.image_size, args.seed, grid, args.mask_ratio)
-    teacher = encoders.load_encoder(args.teacher, grid=grid).eval()
+    teacher = checkpoints.load_encoder(args.teacher, grid=grid).eval()
     common.seed_torch("weights", args.seed)
     encoder = model.build_vit(args.model, image_size=args.image_size, patch_size=args.patch_size,
                               experts=args.experts, moe_blocks=args.moe_blocks,
@@ -2237,10 +2238,10 @@ def plain_supervised(name, args, world=1):
     views = data.TrainViews(images, size, args.seed)
     if strong:
         views = supervised.StrongViews(images, size, args.seed, erase=not probe)
-    encoder = encoders.load_encoder(file, size // 8) if file else None
+    encoder = checkpoints.load_encoder(file, size // 8) if file else None
     common.seed_torch("weights", args.seed)
     if not probe:
-        encoder = (encoders.load_encoder(file, size // 8) if file else
+        encoder = (checkpoints.load_encoder(file, size // 8) if file else
                    model.build_vit(args.model, image_size=size, patch_size=args.patch_size))
         set_drop_path(encoder, args.drop_path)
         frozen = {"fr": ("router.phi", "router.scale"), "fa": (".attn.",), "exd": (), "none": ()}
@@ -2296,7 +2297,7 @@ ODD_SUPERVISED = ("--batch-size 32 --micro-batch 8 --max-steps 3 --epochs 4 --wa
 def plain_segmenter(args):
     """-> (what is trained, images -> UperNet's logits, of patch tokens before the final norm)"""
     common.seed_torch("weights", args.seed)
-    encoder = encoders.load_encoder(args.checkpoint, args.crop_size // 8)
+    encoder = checkpoints.load_encoder(args.checkpoint, args.crop_size // 8)
     set_drop_path(encoder, args.drop_path)
     trained = nn.ModuleDict(dict(encoder=encoder,
                                  decoder=segment.UperNet(96, args.classes, args.width)))
@@ -2513,10 +2514,10 @@ class TestResume:
             patch.setattr(torch, "save", killed)
             train(argv)
         assert names == ["last", "epoch_0000", "epoch_0001", "last"][:at]
-        assert at < 2 or encoders.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 0
+        assert at < 2 or checkpoints.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 0
         train(argv)
         files = sorted((tmp_path / "run").glob("*.pt"))
-        assert [encoders.load_checkpoint(path)["step"] for path in files] == [0, 4, 8, 8]
+        assert [checkpoints.load_checkpoint(path)["step"] for path in files] == [0, 4, 8, 8]
         assert not list((tmp_path / "run").glob("*.tmp"))
 
     def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(self, stage, monkeypatch):
@@ -2569,10 +2570,10 @@ class TestResume:
         train(stage("pretrain", "--save-every 1 --max-steps 3"))  # no epoch, so it keeps nothing
         train(stage("pretrain", "--save-every 1"))
         for epoch in (0, 1, 2):
-            kept = encoders.load_checkpoint(tmp_path / "run" / f"epoch_000{epoch}.pt")
+            kept = checkpoints.load_checkpoint(tmp_path / "run" / f"epoch_000{epoch}.pt")
             assert kept["args"]["experts"] == 2
             assert (kept["step"], kept["epoch"]) == (4 * epoch, epoch)
-            assert "optimizer" not in kept and encoders.load_encoder(kept).moe_blocks == [1, 3]
+            assert "optimizer" not in kept and checkpoints.load_encoder(kept).moe_blocks == [1, 3]
 
     def test_the_best_checkpoint_has_the_highest_score_of_all_starts(self, stage, monkeypatch,
                                                                      tmp_path):
@@ -2585,7 +2586,7 @@ class TestResume:
         best, state, log = play("finetune", argv)
         assert best == state["best"] == {"top1": 80.0, "top5": 85.0}
         assert [line["top1"] for line in log if "top1" in line] == [0.0, 50.0, 80.0, 60.0, 80.0]
-        best = encoders.load_checkpoint(tmp_path / "run" / "best.pt")
+        best = checkpoints.load_checkpoint(tmp_path / "run" / "best.pt")
         assert best["step"] == 12      # the first
         assert best["classes"] == [f"class_{i}" for i in range(4)]  # the names of its predictions
 
@@ -2603,7 +2604,7 @@ class TestResume:
         assert "the number of images was 32, is 31" in error
         error = refusal(capsys, "finetune", *stage("finetune"))
         assert "--stage was pretrain, is finetune" in error
-        assert_same_bits(before, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
+        assert_same_bits(before, checkpoints.load_checkpoint(tmp_path / "run" / "last.pt"))
         drawn = stage("pretrain", "--data shapes --max-steps 1", out="drawn")
         train(drawn)
         error = refusal(capsys, "pretrain", *drawn, "--data", "shapes-noise")
@@ -2686,7 +2687,7 @@ class TestSignals:
         assert "Traceback" not in error
         assert f"stopped by {number.name}" in out
         assert error.count("next line of the log") == 1      # no worker answers
-        assert encoders.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 11
+        assert checkpoints.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 11
 
     @pytest.mark.parametrize("number, fails", tuple(zip(STOP_SIGNALS, (True, False, True, False))))
     def test_a_signal_is_answered_and_given_back_when_main_ends(self, stage, monkeypatch, capfd,
@@ -2747,7 +2748,7 @@ class TestSignals:
         fault = "step == 6 and [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
         code, _, error = finish(start(driver(tmp_path, fault), *stage("pretrain")))
         assert code == -signal.SIGINT and "Traceback" not in error
-        assert encoders.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 4
+        assert checkpoints.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 4
 
     @needs_loopback
     def test_two_processes_stop_together_and_save_once(self, stage, tmp_path):
@@ -2885,7 +2886,7 @@ class TestNotFinite:
                 assert error.startswith(f"step {wrong[-1] + 1}: no loss of the last 4 steps")
             else:
                 assert train(argv)[0]["step"] == 8
-        last = encoders.load_checkpoint(tmp_path / "run" / "last.pt")
+        last = checkpoints.load_checkpoint(tmp_path / "run" / "last.pt")
         assert run.is_finite(last) and last["step"] == (wrong[-1] - 1 if ends else 8)
         assert train([*argv, "--amp", "bf16"])[0]["step"] == 8
 
@@ -2897,7 +2898,7 @@ class TestNotFinite:
         assert error.startswith("step 1: ") and ".pt is not written" in error
         kept = {path.name for path in (tmp_path / "run").glob("*.pt*")}
         assert kept == ({"last.pt", "epoch_0000.pt"} if name == "pretrain" else {"last.pt"})
-        assert encoders.read_file(tmp_path / "run" / "last.pt")["step"] == 0
+        assert checkpoints.read_file(tmp_path / "run" / "last.pt")["step"] == 0
 
     def test_five_of_six_steps_are_five(self, stage, monkeypatch):
         """In float32, 5 / 6 * 6 is below 5."""
@@ -2923,7 +2924,7 @@ class TestNotFinite:
             return metrics
         monkeypatch.setattr(optim, "optimizer_step", spoil)
         assert "last.pt" in refusal(capsys, "pretrain", *stage("pretrain", "--max-steps 2"))
-        assert_same_bits(good, encoders.load_checkpoint(tmp_path / "run" / "last.pt"))
+        assert_same_bits(good, checkpoints.load_checkpoint(tmp_path / "run" / "last.pt"))
 
 
 VECTORS = {"objective_weights", "entropy", "dispatch_cv", "cls_share"}
@@ -3156,7 +3157,7 @@ class TestKNN:
     def test_knn_votes_on_what_timm_pools_of_normalized_images(self, photos, encoder, tmp_path,
                                                                monkeypatch, pool, timms):
         from timm.layers import global_pool_nlc
-        vit = encoders.load_encoder(encoder).eval()
+        vit = checkpoints.load_encoder(encoder).eval()
         calls = spy(monkeypatch, knn, "classify")
         flags = ["-k", "7", "--temperature", "0.05", "--out", str(tmp_path), "--pool", pool, *QUICK]
         accuracy, = knn.main(knn.parse_args([encoder, "--data", photos, *flags]))
@@ -3240,7 +3241,7 @@ class TestTransfer:
         calls = spy(monkeypatch, supervised, "apply_recipe")
         argv = stage("finetune", "--max-steps 1 --weight-decay 0.1")
         after = play("finetune", argv)[1]["model"]
-        before = encoders.load_checkpoint(argv[0])["model"]
+        before = checkpoints.load_checkpoint(argv[0])["model"]
         assert [block.mlp.dropout for block in calls[0].args[1].blocks[1::2]] == [0.4, 0.4]
         frozen = {name for name in before if torch.equal(before[name], after[name])}
         assert frozen == {name for name in before
@@ -3613,7 +3614,7 @@ class TestAnalyze:
         chosen = rng.permutation(1024)[:5].tolist()
         sampled = torch.from_numpy(rng.random((5, 17)) < 60 / 5 / 17)
         views = torch.stack([data.center_view(images[i][0], 32) for i in chosen])
-        encoder = encoders.load_encoder(path).eval()
+        encoder = checkpoints.load_encoder(path).eval()
         x = encoder.embed(normalized(views / 255))
         seen = {}
         for i, block in enumerate(encoder.blocks):
@@ -4212,7 +4213,7 @@ class TestPages:
             assert decayed[p] == (p.ndim > 1 and name.split(".")[-1] not in (
                 "b1", "b2", "pos_embed", "cls_token")), name
         torch.save({"model": vit.state_dict()}, tmp_path / "vit.pt")
-        encoder = encoders.load_encoder(tmp_path / "vit.pt").eval()
+        encoder = checkpoints.load_encoder(tmp_path / "vit.pt").eval()
         tokens, routing = encoder(images)
         assert torch.allclose(tokens, vit.forward_features(images), atol=1e-5)
         assert torch.allclose(routing[11].dispatch, student(images)[1])
@@ -4280,30 +4281,31 @@ dist.destroy_process_group()
         images = torch.rand(2, 3, 32, 32)
         expected = student.encoder.eval()(normalized(images))[0]
         assert torch.equal(build_frozen("student.pt")(images), expected)
-        assert torch.equal(encoders.load_student("student.pt").head.weight, student.head.weight)
+        assert torch.equal(checkpoints.load_student("student.pt").head.weight, student.head.weight)
 
         class Both(nn.Module):      # as in Lightning
             def __init__(self, student):
                 super().__init__()
                 self.student, self.teacher = student, teacher
         torch.save({"state_dict": Both(student).state_dict()}, "x.ckpt")
-        found = encoders.load_encoder(encoders.load_checkpoint("x.ckpt", heads=3)).eval()
+        found = checkpoints.load_encoder(checkpoints.load_checkpoint("x.ckpt", heads=3)).eval()
         assert torch.equal(found(normalized(images))[0], expected)
         plain = model.Explore(nano(), 7)      # without a router
         torch.save({"state_dict": Both(plain).state_dict()}, "x.ckpt")
         with pytest.raises(common.UserError, match="student.encoder., state_dict teacher.; choose"):
-            encoders.load_checkpoint("x.ckpt", heads=3)
-        found = encoders.load_encoder(encoders.load_checkpoint("x.ckpt", 3, "student.encoder"))
+            checkpoints.load_checkpoint("x.ckpt", heads=3)
+        named = checkpoints.load_checkpoint("x.ckpt", 3, "student.encoder")
+        found = checkpoints.load_encoder(named)
         assert torch.equal(found.norm.weight, plain.encoder.norm.weight)
         assert torch.equal(found.cls_token, plain.encoder.cls_token)
 
     def test_encoders_load_beside_copies_of_three_files(self, encoder, tmp_path):
-        for file in ("encoders.py", "common.py", "model.py"):
+        for file in ("checkpoints.py", "common.py", "model.py"):
             shutil.copy(HERE / file, tmp_path)
         (tmp_path / "program.py").write_text(f"""
 from tqdm import tqdm
 before = tqdm.monitor_interval
-from encoders import load_encoder
+from checkpoints import load_encoder
 print(len(load_encoder({encoder!r}).blocks), tqdm.monitor_interval == before)
 """, "utf-8")
         code, out, error = finish(start("program.py", folder=tmp_path))
