@@ -171,18 +171,22 @@ class TimmEncoder(FrozenEncoder):
         model = name.removesuffix("/random")
         if not (timm.is_model(model) or ":" in model):      # hf-hub:..., local-dir:...
             raise ValueError("timm has no model of this name; timm.list_models() lists all names")
-        body = timm.create_model(model, pretrained=model == name, num_classes=0)
+        options = dict(pretrained=model == name, num_classes=0)
+        body = timm.create_model(model, **options)
         config = timm.data.resolve_model_data_config(body)
         size, resizable = config["input_size"][-1], hasattr(body, "set_input_size")
+        # only timm's plain ViTs have both; others have a map, or tokens in an order of their own
+        is_vit = resizable and hasattr(body, "num_prefix_tokens")
         if grid:
             size = grid * body.feature_info[-1]["reduction"]      # the pixels of a patch's side
-            if resizable:      # ConvNets take any size
-                body.set_input_size(img_size=(size, size))
+        if grid and is_vit:
+            body.set_input_size(img_size=(size, size))
+        elif grid and resizable:      # a Swin, whose windows set_input_size would stretch
+            torch.manual_seed(0)      # the same random weights
+            body = timm.create_model(model, img_size=size, **options)
         super().__init__(size, body.num_features, config["mean"], config["std"])
-        self.body = body
-        # only timm's plain ViTs have both; others have a map, or tokens in an order of their own
-        self.is_vit = resizable and hasattr(body, "num_prefix_tokens")
-        if not self.is_vit:
+        self.body, self.is_vit = body, is_vit
+        if not is_vit:
             self.cpu_images = 4
             with torch.no_grad():
                 features = body.eval().forward_features(torch.zeros(1, 3, size, size))
