@@ -1398,6 +1398,13 @@ class TestFrozenEncoders:
         assert torch.allclose(pooled(teacher, images), expected, atol=1e-4)
         assert not capsys.readouterr().err
 
+    @pytest.mark.parametrize("images", (torch.zeros(2, 3, 40, 40, dtype=torch.uint8),
+                                        torch.rand(2, 1, 40, 40), torch.rand(2, 4, 40, 40)),
+                             ids=("bytes", "gray", "with alpha"))
+    def test_images_that_are_not_three_channels_of_floats_are_refused(self, teacher, images):
+        with pytest.raises(ValueError, match="zip|uint8"):
+            build_frozen(teacher)(images)
+
     @pytest.mark.parametrize("kind, side", (("clip", 96), ("ours", 48)))
     def test_a_teacher_resizes_images_to_have_the_students_grid(self, small_clips, teacher,
                                                                 kind, side):
