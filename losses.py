@@ -11,7 +11,6 @@ D features, K objectives. Patch losses and weights are [B, N], or [B, V] if only
 have a loss, such as the token loss in sparse encoding.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -58,7 +57,9 @@ def pixel_loss(pred: Tensor, images: Tensor) -> Tensor:
     The squared error is averaged over pixels. The paper prints a sum over pixels, but its values
     of w_pixel, 1, 0.1 and 0.01, fit the mean.
     """
-    target = patchify(images, math.isqrt(pred.shape[-1] // images.shape[1]))
+    # not math.isqrt, through which torch.compile cannot trace dynamic shapes
+    patch_size = round((pred.shape[-1] // images.shape[1]) ** 0.5)
+    target = patchify(images, patch_size)
     std = (target.var(-1, keepdim=True) + 1e-6).sqrt()
     target = (target - target.mean(-1, keepdim=True)) / std
     return (pred - target).square().mean(-1)
@@ -217,7 +218,8 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     if targets.shape[1] - count not in ((1,) if "cls" in objectives else (0, 1)):
         raise ValueError(f"targets have {targets.shape[1]} tokens; [CLS] and the patches are "
                          f"{1 + count}")
-    tokens, targets, masked = pred.tokens.float(), targets.float(), mask.float()
+    precision = torch.promote_types(pred.tokens.dtype, torch.float32)
+    tokens, targets, masked = (x.to(precision) for x in (pred.tokens, targets, mask))
     blocks = list(pred.routing)[-1:] if loss_block is None else loss_block
     weights = None                          # all patches count equally
     if blocks:
@@ -246,7 +248,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     if "cls" in objectives:
         losses["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
     if "pixel" in objectives:
-        couple("pixel", pixel_loss(pred.pixels.float(), images), masked, pixel_weights)
+        couple("pixel", pixel_loss(pred.pixels.to(precision), images), masked, pixel_weights)
     metrics = losses | metrics
 
     regularizer = targets.new_zeros(())
