@@ -70,10 +70,12 @@ def weighted_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
     paper.
 
     patch_loss [B, N], weight [B, N] >= 0 -> scalar. An image whose weights are all zero counts as
-    a loss of zero. Within an image, the derivative with respect to a weight
-    is (loss - weighted mean) / sum of weights, so gradient descent moves weight from patches above
-    the mean to patches below it. Without the division, a router could make the loss small by
-    moving its weight to tokens that have no loss. Raises ValueError for other shapes.
+    a loss of zero. Within an image, the derivative with respect to a weight is (loss - weighted
+    mean) / sum of weights, so gradient descent moves weight from patches above the mean to patches
+    below it. Without the division, a router could make the loss small by moving its weight to
+    tokens that have no loss. Every row counts the same: a factor that all weights of an image
+    share cancels, so the weight of a sample multiplies `patch_loss`, and crops or pyramid levels
+    that share one weight need one row and one router. Raises ValueError for other shapes.
     """
     if patch_loss.ndim != 2 or patch_loss.shape != weight.shape:      # broadcasting would be wrong
         raise ValueError(f"losses {tuple(patch_loss.shape)} and weights {tuple(weight.shape)}; "
@@ -89,9 +91,12 @@ def patch_weights(weights: Tensor, expert: int = 0, detach: bool = False,
     weights [B, T, E]: a router's dispatch weights or, in an ablation, combine weights
     -> [B, T - prefix]: the first `prefix` tokens, [CLS] and registers, have no patch loss
 
-    If only some patches have a loss, multiply the result by their mask [B, N]. Detached weights
-    still weight the loss, but send the router no gradient, which is the paper's main ablation: the
-    router then learns only from the experts' outputs and from the regularizer.
+    The weights are in the order of the router's tokens, which in Hiera is not row by row. If only
+    some patches have a loss, multiply the result by their mask [B, N]. A router that takes these
+    patches for padding weights them equally and learns nothing: `token_ratio` stays at 1.
+
+    Detached weights still weight the loss, but send the router no gradient, which is the paper's
+    main ablation: the router then learns only from the experts' outputs and from the regularizer.
     """
     # 1e-30: if every weight underflows to 0, the patches count equally
     weight = weights[:, prefix:, expert] + 1e-30

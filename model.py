@@ -78,7 +78,8 @@ class Router(nn.Module):
     """Computes routing weights from the cosine of each token and each expert's phi (Eq. 4).
 
     x [B, T, D] -> Routing, [B, T, E] each, in float32 even if x has half precision. Where `valid`,
-    bool [B, T], is False, a token is padding, and no expert gets any of it.
+    bool [B, T], is False, a token is padding, and no expert gets any of it. A masked patch is no
+    padding: if it is to have a loss, it needs a weight. Raises ValueError for x of other shapes.
     """
 
     def __init__(self, dim: int, experts: int = 1):
@@ -96,6 +97,8 @@ class Router(nn.Module):
         nn.init.ones_(self.scale)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Routing:
+        if x.ndim != 3:      # a map [B, H, W, D] would be normalized column by column
+            raise ValueError(f"tokens {tuple(x.shape)}; expected [B, T, D]")
         precision = torch.promote_types(x.dtype, torch.float32)
         device = "cpu" if x.is_meta else x.device.type      # the meta device has no autocast
         with torch.autocast(device, enabled=False):
@@ -114,6 +117,11 @@ class SoftMoE(nn.Module):
     Each expert has one slot. `dropout` is the probability of the recipe Expert Dropout (ExD): in
     training, an expert's whole output for an image is zeroed with this probability, and otherwise
     scaled by 1 / (1 - dropout).
+
+    Every output depends on all tokens of its row, later ones too, so a SoftMoE must not stand in
+    the trunk of a causal model; a Router beside the trunk changes no token. A row needs all tokens
+    of one image and no others: images packed into one row would share the experts' inputs, and
+    windows, or tokens split over ranks, would each have a routing of their own.
     """
 
     def __init__(self, dim: int, experts: int, hidden: int, dropout: float = 0.0):
@@ -136,11 +144,7 @@ class SoftMoE(nn.Module):
         nn.init.zeros_(self.b2)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Routing]:
-        """x [B, T, D] -> (y [B, T, D], Routing); `valid` as in `Router`
-
-        Each row of x must hold the tokens of one image: images packed into one row would share the
-        experts' inputs.
-        """
+        """x [B, T, D] -> (y [B, T, D], Routing); `valid` as in `Router`"""
         routing = self.router(x, valid)
         slots = torch.einsum("bte,btd->ebd", routing.dispatch.to(x.dtype), x)      # [E, B, D]
         hidden = F.gelu(torch.baddbmm(self.b1[:, None], slots, self.w1))           # [E, B, H]

@@ -451,6 +451,11 @@ class TestSoftMoE:
         assert entropy.isfinite().all() and x.grad.isfinite().all()
         assert moe.router.phi.grad.isfinite().all() and moe.router.phi.grad.any()
 
+    @pytest.mark.parametrize("part", (model.Router, functools.partial(model.SoftMoE, hidden=11)))
+    def test_a_map_is_no_row_of_tokens(self, part):
+        with pytest.raises(ValueError, match=re.escape("[B, T, D]")):
+            part(7, 3)(torch.rand(2, 5, 6, 7))
+
     def test_modules_made_without_memory_fill_themselves(self):
         """Hugging Face's from_pretrained and FSDP ask each module to do so."""
         torch.manual_seed(3)
