@@ -26,6 +26,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import zlib
 from collections import namedtuple
@@ -4199,6 +4200,21 @@ class TestPages:
         said = re.search(r"weights (0.39.*)", code)[1].split(", ")
         assert names["weight"][0].tolist() == pytest.approx(list(map(float, said)), abs=0.005)
         assert names["logits"].grad.abs().max() < 1e-7
+
+    def test_the_objective_of_contributing_is_the_plain_one_beside_it(self, monkeypatch):
+        pieces = re.findall(r"^   ```python\n(.*?)^   ```", PAGES["CONTRIBUTING"], re.M | re.S)
+        loss, experts, coupling, _, _, plain = map(textwrap.dedent, pieces)
+        code, end = (HERE / "losses.py").read_text(), "    metrics = losses | metrics\n"
+        assert code.count(end) == 1
+        code = code.replace(end, textwrap.indent(coupling, "    ") + end) + loss + experts
+        exec(code, ours := {})
+        exec(plain, theirs := dict(globals()))
+        monkeypatch.setitem(PLAIN, "edge", theirs["plain_edge"])
+        for dense in (False, True):
+            case = make_case(dense)
+            keywords = dict(objectives=("edge", "token"), loss_block=(3,))
+            values, _, _ = ours["explore_losses"](*case[:4], **keywords)
+            torch.testing.assert_close(values, plain_losses(*case[:4], **keywords)[0])
 
     @needs_loopback
     def test_programs_of_using_run_alone_and_in_two_processes(self, tmp_path):
