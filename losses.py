@@ -91,9 +91,11 @@ def patch_weights(weights: Tensor, expert: int = 0, detach: bool = False,
     weights [B, T, E]: a router's dispatch weights or, in an ablation, combine weights
     -> [B, T - prefix]: the first `prefix` tokens, [CLS] and registers, have no patch loss
 
-    The weights are in the order of the router's tokens, which in Hiera is not row by row. If only
-    some patches have a loss, multiply the result by their mask [B, N]. A router that takes these
-    patches for padding weights them equally and learns nothing: `token_ratio` stays at 1.
+    The weights are in the order of the router's tokens: Hiera's are not row by row, and VideoMAE's
+    decoder has the visible patches first. If [CLS] is not the first token, select the patches'
+    weights [B, N, E], and give prefix=0. If only some patches have a loss, multiply the result by
+    their mask [B, N]. A router that takes these patches for padding weights them equally and learns
+    nothing: `token_ratio` stays at 1.
 
     Detached weights still weight the loss, but send the router no gradient, which is the paper's
     main ablation: the router then learns only from the experts' outputs and from the regularizer.

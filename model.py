@@ -77,9 +77,12 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Computes routing weights from the cosine of each token and each expert's phi (Eq. 4).
 
-    x [B, T, D] -> Routing, [B, T, E] each, in float32 even if x has half precision. Where `valid`,
-    bool [B, T], is False, a token is padding, and no expert gets any of it. A masked patch is no
-    padding: if it is to have a loss, it needs a weight. Raises ValueError for x of other shapes.
+    x [B, T, D] -> Routing, [B, T, E] each, in float32 even if x has half precision. Tokens
+    [T, B, D], the default of nn.Transformer, would be weighted over the batch, without an error.
+
+    Where `valid`, bool [B, T], is False, a token is padding, and no expert gets any of it;
+    nn.Transformer's key_padding_mask is the inverse. A masked patch is no padding: if it is to have
+    a loss, it needs a weight. Raises ValueError if x does not have three dimensions.
     """
 
     def __init__(self, dim: int, experts: int = 1):
