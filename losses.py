@@ -213,9 +213,10 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     lambdas, entropy_on: see `router_regularizer`
     detach, prefix: see `patch_weights`; the prefix counts student tokens
 
-    Metrics are detached: each loss by its name, and the metrics of `coupled_loss` as NAME_spread,
-    NAME_unweighted and NAME_ratio. With a router, there are also entropy and dispatch_cv of its
-    dispatch weights, cls_share (the weight on [CLS]), entropy_loss and importance_loss.
+    Losses are in float32, or in float64 if the student's tokens are. Metrics are detached: each
+    loss by its name, and the metrics of `coupled_loss` as NAME_spread, NAME_unweighted and
+    NAME_ratio. With a router, there are also entropy and dispatch_cv of its dispatch weights,
+    cls_share (the weight on [CLS]), entropy_loss and importance_loss.
 
     Raises ValueError if targets have another number of tokens, or if "cls" has no [CLS].
     """
