@@ -31,8 +31,9 @@ from torch import Tensor, nn
 
 import common
 import data
+from checkpoints import load_checkpoint, load_encoder, load_student
 from common import UserError, non_negative_int, positive_int, rounded
-from encoders import FrozenEncoder, build_frozen, load_checkpoint, load_encoder, load_student
+from encoders import FrozenEncoder, build_frozen
 from losses import dispatch_cv, dispatch_entropy, token_loss
 from model import ViT, normalize
 from plot import plain

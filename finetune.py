@@ -17,8 +17,8 @@ import common
 import data
 import optim
 import supervised
+from checkpoints import digest, load_checkpoint, load_encoder
 from common import UserError, positive_int
-from encoders import digest, load_checkpoint, load_encoder
 from model import PRESETS, ViT, build_vit, normalize
 from supervised import LinearHead
 

@@ -19,8 +19,9 @@ from torch import Tensor
 
 import common
 import data
+from checkpoints import load_checkpoint
 from common import UserError, positive, positive_int
-from encoders import FrozenEncoder, build_frozen, load_checkpoint
+from encoders import FrozenEncoder, build_frozen
 from model import pool
 
 

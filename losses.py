@@ -11,7 +11,6 @@ D features, K objectives. Patch losses and weights are [B, N], or [B, V] if only
 have a loss, such as the token loss in sparse encoding.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -58,7 +57,9 @@ def pixel_loss(pred: Tensor, images: Tensor) -> Tensor:
     The squared error is averaged over pixels. The paper prints a sum over pixels, but its values
     of w_pixel, 1, 0.1 and 0.01, fit the mean.
     """
-    target = patchify(images, math.isqrt(pred.shape[-1] // images.shape[1]))
+    # not math.isqrt, through which torch.compile cannot trace dynamic shapes
+    patch_size = round((pred.shape[-1] // images.shape[1]) ** 0.5)
+    target = patchify(images, patch_size)
     std = (target.var(-1, keepdim=True) + 1e-6).sqrt()
     target = (target - target.mean(-1, keepdim=True)) / std
     return (pred - target).square().mean(-1)
@@ -69,10 +70,12 @@ def weighted_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
     paper.
 
     patch_loss [B, N], weight [B, N] >= 0 -> scalar. An image whose weights are all zero counts as
-    a loss of zero. Within an image, the derivative with respect to a weight
-    is (loss - weighted mean) / sum of weights, so gradient descent moves weight from patches above
-    the mean to patches below it. Without the division, a router could make the loss small by
-    moving its weight to tokens that have no loss. Raises ValueError for other shapes.
+    a loss of zero. Within an image, the derivative with respect to a weight is (loss - weighted
+    mean) / sum of weights, so gradient descent moves weight from patches above the mean to patches
+    below it. Without the division, a router could make the loss small by moving its weight to
+    tokens that have no loss. Every row counts the same: a factor that all weights of an image
+    share cancels, so the weight of a sample multiplies `patch_loss`, and crops or pyramid levels
+    that share one weight need one row and one router. Raises ValueError for other shapes.
     """
     if patch_loss.ndim != 2 or patch_loss.shape != weight.shape:      # broadcasting would be wrong
         raise ValueError(f"losses {tuple(patch_loss.shape)} and weights {tuple(weight.shape)}; "
@@ -88,9 +91,14 @@ def patch_weights(weights: Tensor, expert: int = 0, detach: bool = False,
     weights [B, T, E]: a router's dispatch weights or, in an ablation, combine weights
     -> [B, T - prefix]: the first `prefix` tokens, [CLS] and registers, have no patch loss
 
-    If only some patches have a loss, multiply the result by their mask [B, N]. Detached weights
-    still weight the loss, but send the router no gradient, which is the paper's main ablation: the
-    router then learns only from the experts' outputs and from the regularizer.
+    The weights are in the order of the router's tokens: Hiera's are not row by row, and VideoMAE's
+    decoder has the visible patches first. If [CLS] is not the first token, select the patches'
+    weights [B, N, E], and give prefix=0. If only some patches have a loss, multiply the result by
+    their mask [B, N]. A router that takes these patches for padding weights them equally and learns
+    nothing: `token_ratio` stays at 1.
+
+    Detached weights still weight the loss, but send the router no gradient, which is the paper's
+    main ablation: the router then learns only from the experts' outputs and from the regularizer.
     """
     # 1e-30: if every weight underflows to 0, the patches count equally
     weight = weights[:, prefix:, expert] + 1e-30
@@ -205,9 +213,10 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     lambdas, entropy_on: see `router_regularizer`
     detach, prefix: see `patch_weights`; the prefix counts student tokens
 
-    Metrics are detached: each loss by its name, and the metrics of `coupled_loss` as NAME_spread,
-    NAME_unweighted and NAME_ratio. With a router, there are also entropy and dispatch_cv of its
-    dispatch weights, cls_share (the weight on [CLS]), entropy_loss and importance_loss.
+    Losses are in float32, or in float64 if the student's tokens are. Metrics are detached: each
+    loss by its name, and the metrics of `coupled_loss` as NAME_spread, NAME_unweighted and
+    NAME_ratio. With a router, there are also entropy and dispatch_cv of its dispatch weights,
+    cls_share (the weight on [CLS]), entropy_loss and importance_loss.
 
     Raises ValueError if targets have another number of tokens, or if "cls" has no [CLS].
     """
@@ -217,7 +226,8 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     if targets.shape[1] - count not in ((1,) if "cls" in objectives else (0, 1)):
         raise ValueError(f"targets have {targets.shape[1]} tokens; [CLS] and the patches are "
                          f"{1 + count}")
-    tokens, targets, masked = pred.tokens.float(), targets.float(), mask.float()
+    precision = torch.promote_types(pred.tokens.dtype, torch.float32)
+    tokens, targets, masked = (x.to(precision) for x in (pred.tokens, targets, mask))
     blocks = list(pred.routing)[-1:] if loss_block is None else loss_block
     weights = None                          # all patches count equally
     if blocks:
@@ -246,7 +256,7 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
     if "cls" in objectives:
         losses["cls"] = cls_loss(tokens[:, 0], targets[:, 0])
     if "pixel" in objectives:
-        couple("pixel", pixel_loss(pred.pixels.float(), images), masked, pixel_weights)
+        couple("pixel", pixel_loss(pred.pixels.to(precision), images), masked, pixel_weights)
     metrics = losses | metrics
 
     regularizer = targets.new_zeros(())

@@ -47,9 +47,8 @@ def normalize(images: Tensor, mean=IMAGENET_MEAN, std=IMAGENET_STD) -> Tensor:
 
     Raises ValueError if they are not floats, or have another number of channels.
     """
-    if images.shape[-3] != len(mean) or not images.is_floating_point():
-        raise ValueError(f"images {tuple(images.shape)} of {images.dtype}; expected floats in "
-                         f"[0, 1], [..., {len(mean)}, H, W]")
+    if not images.is_floating_point():
+        raise ValueError(f"images of {images.dtype}; expected floats in [0, 1]")
     # Python floats, because copying tensors to a GPU would make the host wait
     channels = zip(images.unbind(-3), mean, std, strict=True)
     return torch.stack([(x - m) / s for x, m, s in channels], dim=-3)
@@ -78,8 +77,12 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Computes routing weights from the cosine of each token and each expert's phi (Eq. 4).
 
-    x [B, T, D] -> Routing, [B, T, E] each, in float32 even if x has half precision. Where `valid`,
-    bool [B, T], is False, a token is padding, and no expert gets any of it.
+    x [B, T, D] -> Routing, [B, T, E] each, in float32 even if x has half precision. Tokens
+    [T, B, D], the default of nn.Transformer, would be weighted over the batch, without an error.
+
+    Where `valid`, bool [B, T], is False, a token is padding, and no expert gets any of it;
+    nn.Transformer's key_padding_mask is the inverse. A masked patch is no padding: if it is to have
+    a loss, it needs a weight. Raises ValueError if x does not have three dimensions.
     """
 
     def __init__(self, dim: int, experts: int = 1):
@@ -97,6 +100,8 @@ class Router(nn.Module):
         nn.init.ones_(self.scale)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Routing:
+        if x.ndim != 3:      # a map [B, H, W, D] would be normalized column by column
+            raise ValueError(f"tokens {tuple(x.shape)}; expected [B, T, D]")
         precision = torch.promote_types(x.dtype, torch.float32)
         device = "cpu" if x.is_meta else x.device.type      # the meta device has no autocast
         with torch.autocast(device, enabled=False):
@@ -115,6 +120,11 @@ class SoftMoE(nn.Module):
     Each expert has one slot. `dropout` is the probability of the recipe Expert Dropout (ExD): in
     training, an expert's whole output for an image is zeroed with this probability, and otherwise
     scaled by 1 / (1 - dropout).
+
+    Every output depends on all tokens of its row, later ones too, so a SoftMoE must not stand in
+    the trunk of a causal model; a Router beside the trunk changes no token. A row needs all tokens
+    of one image and no others: images packed into one row would share the experts' inputs, and
+    windows, or tokens split over ranks, would each have a routing of their own.
     """
 
     def __init__(self, dim: int, experts: int, hidden: int, dropout: float = 0.0):
@@ -137,11 +147,7 @@ class SoftMoE(nn.Module):
         nn.init.zeros_(self.b2)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Routing]:
-        """x [B, T, D] -> (y [B, T, D], Routing); `valid` as in `Router`
-
-        Each row of x must hold the tokens of one image: images packed into one row would share the
-        experts' inputs.
-        """
+        """x [B, T, D] -> (y [B, T, D], Routing); `valid` as in `Router`"""
         routing = self.router(x, valid)
         slots = torch.einsum("bte,btd->ebd", routing.dispatch.to(x.dtype), x)      # [E, B, D]
         hidden = F.gelu(torch.baddbmm(self.b1[:, None], slots, self.w1))           # [E, B, H]
@@ -190,6 +196,7 @@ class DropPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
+        # not F.dropout: torch.compile would build a graph for each block's p, and give up after 8
         kept = torch.rand(x.shape[0], 1, 1, device=x.device) >= self.p
         return x * (kept / (1 - self.p)).to(x.dtype)
 
@@ -231,7 +238,7 @@ class ViT(nn.Module):
     its input, which saves memory and costs one more forward pass.
 
     Parameters have timm's names: the state dict of a ViT without experts loads into timm's
-    VisionTransformer(init_values=0.1, num_classes=0), and `encoders.load_encoder` reads timm's
+    VisionTransformer(init_values=0.1, num_classes=0), and `checkpoints.load_encoder` reads timm's
     state dicts.
     """
     recompute = False

@@ -23,8 +23,8 @@ import common
 import data
 import optim
 import supervised
+from checkpoints import digest, load_checkpoint, load_encoder
 from common import UserError, naming, positive_int
-from encoders import digest, load_checkpoint, load_encoder
 from model import IMAGENET_MEAN, ViT, normalize
 
 # the auxiliary head's loss weight and width, from the release's configuration of mmsegmentation
