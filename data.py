@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -408,8 +409,11 @@ def load(views: Dataset, batches_of_keys, process: Process, workers: int):
         views, batch_sampler=batches_of_keys, num_workers=workers, worker_init_fn=ignore_signals,
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         pin_memory=process.device.type == "cuda", generator=torch.Generator())
-    batches = iter(loader)
-    atexit.register(end_workers, getattr(batches, "_workers", []))      # none with --workers 0
+    others = multiprocessing.active_children()
+    try:
+        batches = iter(loader)
+    finally:      # also if one of them could not start
+        WORKERS.update(set(multiprocessing.active_children()) - set(others))
     try:
         for batch in batches:
             yield {name: value.to(process.device, non_blocking=True)
@@ -438,12 +442,16 @@ def ignore_signals(worker: int):
         signal.signal(number, signal.SIG_IGN)
 
 
-def end_workers(workers: list[multiprocessing.Process]):
-    """Kills the workers of a run that failed. At exit, Python sends them SIGTERM, which they ignore
-    (`ignore_signals`), and would wait for them forever.
+WORKERS = weakref.WeakSet()      # all that `load` has started, until their files are closed
+
+
+@atexit.register
+def end_workers():
+    """Kills the workers of a program that failed. At exit, Python sends them SIGTERM, which they
+    ignore (`ignore_signals`), and would wait for them forever.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)      # or PyTorch reports a worker's death
-    for worker in workers:
+    for worker in WORKERS:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)      # or PyTorch reports a worker's death
         worker.kill()
 
 

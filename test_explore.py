@@ -1713,6 +1713,40 @@ class TestData:
         with pytest.raises(common.UserError, match="cannot read the image"):
             segment.EvalScenes(seen.dataset, 32, 11)[3]
 
+    @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc")
+    def test_finished_evaluations_keep_no_files_open(self):
+        """A run of a hundred evaluations would reach the limit of 1,024 open files."""
+        open_files = []
+        for _ in range(3):
+            batches = data.eval_batches(data.CenterViews(Shapes("val", 8), 8), 512,
+                                        argparse.Namespace(workers=2), loading()[1])
+            assert [len(batch["image"]) for batch in batches] == [512, 512]
+            open_files.append(len(os.listdir("/proc/self/fd")))
+        assert open_files[1] == open_files[2] and not multiprocessing.active_children()
+
+    def test_a_program_that_imports_data_keeps_its_children(self, tmp_path):
+        """Only workers are killed when it ends."""
+        write_text(tmp_path / "host.py", f"""
+import multiprocessing, os, sys, time
+sys.path.insert(0, {str(HERE)!r})
+import data, common
+from shapes import Shapes
+
+def write():
+    time.sleep(0.5)
+    open("written", "w").close()
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("fork")
+    multiprocessing.Process(target=write).start()
+    args = common.make_parser("").parse_args(["--workers", "1"])
+    batches = data.eval_batches(data.CenterViews(Shapes("val", 8), 8), 8, args,
+                                common.Process(args))
+    next(batches)
+""")
+        subprocess.run([sys.executable, "host.py"], cwd=tmp_path, check=True, timeout=100)
+        assert (tmp_path / "written").exists()
+
     @pytest.mark.parametrize("length, fits", ((70, True), (71, False)))
     def test_a_long_temporary_folder_is_refused_for_sockets(self, monkeypatch, length, fits):
         """A socket's name has 108 bytes at most, and loaders would wait for each other for good."""
@@ -2735,13 +2769,24 @@ class TestSignals:
         assert state["step"] == 8 and state["evaluation_due"] and "top1" not in log[-1]
         assert "top1" in play("finetune", stage("finetune"))[2][-1]
 
-    def test_a_program_that_fails_ends_its_workers(self, stage, tmp_path):
+    @pytest.mark.parametrize("fault, first, error", (
+        ("step == 6 and 1 / 0", "", "ZeroDivisionError"),
+        ("None", """
+forks, fork = itertools.count(1), os.fork
+def limited():
+    if next(forks) == 3:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+os.fork = limited""", "BlockingIOError")), ids=("in a step", "the third worker does not start"))
+    def test_a_program_that_fails_ends_its_workers(self, stage, tmp_path, fault, first, error):
         """They do not listen to SIGTERM, and its error is the last line."""
-        program = driver(tmp_path, "step == 6 and 1 / 0")
-        ended = subprocess.run([sys.executable, program, *stage("pretrain", "--workers 2")],
-                               stderr=subprocess.PIPE, text=True, timeout=300)
+        if first and sys.platform != "linux":
+            pytest.skip("workers are forked on Linux alone")
+        ended = subprocess.run([sys.executable, driver(tmp_path, fault, first=first),
+                                *stage("pretrain", "--workers 3")],
+                               stderr=subprocess.PIPE, text=True, timeout=100)
         assert ended.returncode == 1
-        assert ended.stderr.strip().splitlines()[-1].startswith("ZeroDivisionError")
+        assert ended.stderr.strip().splitlines()[-1].startswith(error)
 
     def test_a_second_ctrl_c_leaves_at_once(self, stage, tmp_path):
         fault = "step == 6 and [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
