@@ -297,17 +297,39 @@ class Process:
     def autocast(self):
         return torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None)
 
+    @contextlib.contextmanager
+    def together(self):
+        """A context in which an error of one process ends all of them with this error. The others
+        would wait for the process for hours.
+        """
+        own = None
+        try:
+            yield
+        except Exception as error:
+            own = error
+        errors = self.gather(own and str(own))
+        if own:
+            raise own
+        for other in errors:
+            if other is not None:
+                raise UserError(other)
+
     def agree(self, args: argparse.Namespace, facts: dict):
         """Raises UserError in all processes if their flags, or these facts, differ."""
         # machines may have folders of their own
         facts = facts | {flag(name): value for name, value in vars(args).items()
                          if name not in ("data", "out", "workers")}
-        everyone = [facts] * self.world
-        if self.world > 1:
-            dist.all_gather_object(everyone, facts)
+        everyone = self.gather(facts)
         for rank, other in enumerate(everyone):
             if changed := differences(everyone[0], other):
                 raise UserError(f"rank {rank} does not run what rank 0 runs: {changed}")
+
+    def gather(self, value) -> list:
+        """The `value` of each process, in the order of their ranks"""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
 
     def sum(self, values: Tensor) -> Tensor:
         """Sums values over all processes, in place (all-reduce)."""

@@ -80,12 +80,13 @@ class Run:
 
         Checks that all processes agree on flags, data and this step. Raises UserError.
         """
-        if self.process.rank == 0:
-            self.claim()
-        last = self.folder / "last.pt"
-        if last.exists():
-            with common.naming(last):
-                self.load(last)
+        with self.process.together():
+            if self.process.rank == 0:
+                self.claim()
+            last = self.folder / "last.pt"
+            if last.exists():
+                with common.naming(last):
+                    self.load(last)
         self.process.agree(self.args, identity(self.record) | {
             "the step of last.pt": self.start_step, "an evaluation is due": self.due})
         if self.process.rank == 0:
