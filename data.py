@@ -8,11 +8,9 @@ on the device.
 
 import argparse
 import atexit
-import collections
 import contextlib
 import functools
 import math
-import mimetypes
 import multiprocessing
 import os
 import signal
@@ -37,6 +35,8 @@ from shapes import Shapes
 BICUBIC = TF.InterpolationMode.BICUBIC
 DRAWN = ("shapes", "shapes-noise")
 ENDINGS = (*IMG_EXTENSIONS, ".avif", ".gif", ".jfif", ".jpe", ".jp2")
+# Names of systems begin like this: hidden files, thumbnails, recycle bins, snapshots.
+SYSTEM_NAMES = (".", "@", "#", "$", "__MACOSX", "lost+found")
 DOWNLOADED = ("cifar10", "food101")      # torchvision's sets, in data/
 
 
@@ -87,39 +87,36 @@ def print_once(line: str):
     print(line, file=sys.stderr, flush=True)
 
 
-def walk(folder: str):
-    """os.walk, sorted, without hidden files and folders, and following symlinks.
+def walk(folder: str, above: frozenset[Path] = frozenset()):
+    """Yields (folder, names of its subfolders, names of its files), first for `folder`, then for
+    each folder in it, in the order of names and without SYSTEM_NAMES.
 
-    Symlinks to a parent folder are not followed, because they would never end. Yields nothing if
-    `folder` does not exist. Raises UserError if a folder cannot be listed.
+    Follows symlinks, but not into `above`, the folders that hold this one, because that would never
+    end. Yields nothing if `folder` does not exist. Raises UserError if a folder cannot be listed.
     """
-    def fail(error: OSError):
-        if not isinstance(error, FileNotFoundError):
-            raise UserError(f"cannot list the folder {error.filename}: {error.strerror}")
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"cannot list the folder {folder}: {error.strerror}") from None
+    entries = [entry for entry in entries if not entry.name.startswith(SYSTEM_NAMES)]
+    real = Path(folder).resolve()
+    above = above | {real, *real.parents}
+    folders = [entry.name for entry in entries
+               if entry.is_dir() and Path(entry.path).resolve() not in above]
+    yield folder, folders, [entry.name for entry in entries if not entry.is_dir()]
+    for name in folders:
+        yield from walk(os.path.join(folder, name), above)
 
-    def visible(names: list[str]) -> list[str]:
-        return sorted(name for name in names if name[0] != "." and name != "__MACOSX")
 
-    for here, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        real = Path(here).resolve()
-        above = {real, *real.parents, *(parent.resolve() for parent in Path(here).parents)}
-        folders[:] = [name for name in visible(folders)
-                      if Path(here, name).resolve() not in above]
-        yield here, folders, visible(names)
+def list_files(folder: str) -> list[str]:
+    """The paths of all files in a folder: first the folder's own, then its subfolders' files."""
+    return [os.path.join(here, name) for here, _, names in walk(folder) for name in names]
 
 
-def list_images(folder: str) -> list[str]:
-    """The paths of all images in a folder: first the folder's own, then its subfolders' images."""
-    paths, others = [], set()
-    for here, _, names in walk(folder):
-        for name in names:
-            if name.lower().endswith(ENDINGS):
-                paths.append(os.path.join(here, name))
-            elif "image/" in str(mimetypes.guess_type(name)[0]):
-                others.add(os.path.splitext(name)[1])
-    if others:
-        note(f"{folder}: skipped images in these formats: {', '.join(sorted(others))}")
-    return paths
+def is_image(path: str) -> bool:
+    return path.lower().endswith(ENDINGS)
 
 
 class ImageFiles(Dataset):
@@ -131,13 +128,18 @@ class ImageFiles(Dataset):
 
     def __init__(self, root: str, missing: str, classes: list[str] | None = None):
         if os.path.isfile(root):
-            found = [[root] if root.lower().endswith(ENDINGS) else []]
+            files = [[root]]
         elif classes is None:
-            found = [list_images(root)]
+            files = [list_files(root)]
         else:
-            found = [list_images(os.path.join(root, name)) for name in classes]
+            files = [list_files(os.path.join(root, name)) for name in classes]
+        found = [list(filter(is_image, group)) for group in files]
+        others = [path for group in files for path in group if not is_image(path)]
         if not any(found):
             raise UserError(missing)
+        if others:
+            note(f"{root}: files without an image's ending are left out: {len(others)}, such as "
+                 f"{others[0]}")
         # Forked workers share an array's memory. They would copy a list, because reading a Python
         # object writes its reference count.
         self.paths = np.array([os.fsencode(path) for paths in found for path in paths], dtype="S")
@@ -203,12 +205,8 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
     if os.path.isdir(folder):
         return ImageFiles(folder, f"--data {data}: no image in {folder}")
     photos = ImageFiles(data, f"--data {data}: no image in {data}")
-    places = (os.path.relpath(photos.path(i), data).split(os.sep) for i in range(len(photos)))
-    counts = collections.Counter(place[0] for place in places if len(place) > 1)
-    if counts:      # is it Train/, or has it annotations?
-        counted = ", ".join(f"{count} in {name}/" for name, count in counts.most_common(5))
-        note(f"{data} has no {split}/, so all of its {len(photos)} images count: {counted}"
-             + ", ..." * (len(counts) > 5))
+    if os.path.isdir(data):      # is it Train/, or has it annotations?
+        note(f"{data} has no {split}/, so all of its {len(photos)} images count")
     return photos
 
 

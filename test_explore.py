@@ -145,6 +145,16 @@ def write_images(folder, *names):
         Image.fromarray(PICTURE).save(path, format="PNG")
 
 
+def system_files(*folders):
+    """What macOS, Synology, Windows, QNAP, file systems and notebooks leave in each folder, among
+    them whole images
+    """
+    names = (".hidden/0.jpg .0.jpg ._0.jpg .ipynb_checkpoints/0.png @eaDir/0.jpg/thumb.jpg "
+             "@Recycle/0.jpg @__thumb/0.jpg #recycle/0.jpg #snapshot/a/0.jpg $RECYCLE.BIN/0.jpg "
+             "$R1.jpg __MACOSX/0.jpg lost+found/0.jpg").split()
+    return [folder + name for folder in folders for name in names]
+
+
 def break_image(path):
     """Cuts off the end of an image file -> its path"""
     Path(path).write_bytes(Path(path).read_bytes()[:-40])
@@ -1572,8 +1582,7 @@ class TestData:
 
     def test_without_labels_all_images_below_a_folder_count(self, tmp_path):
         names = ["b.png", "a/1.jpg", "a/2.JPG", "a/deep/er/0.png", "a-b/0.jpg"]
-        hidden = ".hidden/0.jpg", "a/.0.jpg", "a/__MACOSX/0.jpg", "__MACOSX/0.jpg"
-        write_images(tmp_path / "val", *names, *hidden, "a/notes.txt")
+        write_images(tmp_path / "val", *names, *system_files("", "a/"), "a/notes.txt")
         images = data.open_images(str(tmp_path), "val", 32, labels=False)
         paths = [images.path(i) for i in range(len(images))]
         assert paths == [str(tmp_path / "val" / name) for name in names]
@@ -1595,7 +1604,7 @@ class TestData:
 
     @pytest.mark.parametrize("images, links, expected", (
         ("train/a/0.jpg train/b/0.jpg elsewhere/0.jpg elsewhere/more/1.jpg "
-         "train/.hidden/0.jpg train/a/.1.jpg train/a/__MACOSX/0.jpg",
+         "train/.hidden/0.jpg train/a/.1.jpg",
          {"a/linked": "../../elsewhere", "b/1.jpg": "../../elsewhere/0.jpg",
           "c": "../elsewhere/more", "d.jpg": "../elsewhere"},
          "a/0.jpg a/linked/0.jpg a/linked/more/1.jpg b/0.jpg b/1.jpg c/1.jpg d.jpg/0.jpg "
@@ -1617,9 +1626,10 @@ class TestData:
 
     def test_classes_are_those_of_train(self, tmp_path):
         write_images(tmp_path, "train/ant/x.png", "train/bee/x.png", "val/bee/x.png",
-                     "train/.hidden/x.png", "val/__MACOSX/x.png")
+                     *system_files("train/", "train/bee/", "val/", "val/bee/"))
         train, val = (data.open_images(str(tmp_path), split, 32) for split in ("train", "val"))
-        assert train.classes == val.classes == ["ant", "bee"] and val[0][1] == 1
+        assert train.classes == val.classes == ["ant", "bee"]
+        assert train.labels.tolist() == [0, 1] and val.labels.tolist() == [1]
 
     @pytest.mark.parametrize("names, split, said", (
         ("train/ant/x.png train/bee/x.png val/ant/x.png val/wasp/x.png", "val",
@@ -1651,15 +1661,21 @@ class TestData:
         with pytest.raises(common.UserError, match=f"cannot list the folder {tmp_path}/{folder}"):
             data.open_images(str(tmp_path), "val", 32, labels)
 
-    def test_images_that_are_skipped_or_may_not_be_meant_are_named(self, tmp_path, monkeypatch,
-                                                                   capsys):
-        """Without train/, the images of val/ and annotations would count."""
-        monkeypatch.chdir(tmp_path)
-        write_images(tmp_path / "x", "in/train/0.jfif", "in/val/0.gif", "in/val/1.AVIF",
-                     "in/val/0.HEIC", "in/val/x.svg", "in/val/notes.txt")
-        assert len(data.open_images("x", "train", 32, labels=False)) == 3
-        kinds, nested = capsys.readouterr().err.splitlines()
-        assert kinds.endswith(": .HEIC, .svg") and nested.endswith("3 images count: 3 in in/")
+    def test_files_left_out_beside_images_are_counted(self, tmp_path, capsys):
+        """Once for each set, for all classes together."""
+        write_images(tmp_path / "train", "ant/0.jfif", "bee/1.AVIF", "bee/1.gif", "bee/1.HEIC",
+                     "ant/x.jpg.1", "ant/x.jpg_large", "ant/labels")
+        for labels in (True, False):
+            assert len(data.open_images(str(tmp_path), "train", 32, labels)) == 3
+            line, = capsys.readouterr().err.splitlines()
+            assert line.startswith(f"{tmp_path}/train: ") and ": 4, such as" in line
+            assert line.endswith("train/ant/labels")      # an example
+
+    def test_a_folder_without_train_counts_as_a_whole_and_says_so(self, tmp_path, capsys):
+        """Its images may be those of val/, and annotations."""
+        write_images(tmp_path, "Train/0.png", "val/0.png")
+        assert len(data.open_images(str(tmp_path), "train", 32, labels=False)) == 2
+        assert "no train/, so all of its 2 images count" in capsys.readouterr().err
 
     def test_torchvisions_sets_are_in_data_and_have_their_splits(self, tmp_path, monkeypatch):
         made = Mock(return_value=None)
