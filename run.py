@@ -107,7 +107,7 @@ class Run:
 
     def claim(self):
         """Makes the folder and locks it for this process. Raises UserError if another process has
-        the lock, or if there are models or a log that this run would write over.
+        the lock, or if there are models, a log or accuracies of another run.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file = open(self.folder / "log.jsonl", "ab")      # noqa: SIM115
@@ -117,8 +117,8 @@ class Run:
             raise UserError(f"{self.folder}: another process trains in this folder") from None
         except OSError:
             note(f"{self.folder}: this file system has no locks; two processes must not train here")
-        found = [file.name for file in (*self.folder.glob("*.pt"), self.folder / "log.jsonl")
-                 if file.stat().st_size]
+        found = [file.name for pattern in ("*.pt", "log.jsonl", "knn.jsonl")
+                 for file in self.folder.glob(pattern) if file.stat().st_size]
         if found and "last.pt" not in found:
             raise UserError(f"{self.folder} has {min(found)}, but no last.pt to resume from; give "
                             "another --out")
@@ -215,10 +215,11 @@ class Run:
         return stops
 
     def evaluate(self, done: int):
-        """Logs the scores that measure() returns and saves last.pt. If the first score is the
-        highest so far, saves best.pt, too.
+        """Prints and logs the scores that measure() returns, and saves last.pt. If the first score
+        is the highest so far, saves best.pt, too.
         """
         scores = self.measure()
+        note(f"step {done} of {self.total}: {percent(scores)}", sys.stdout)
         self.due = False
         deciding = next(iter(scores))
         if scores[deciding] > self.best_scores.get(deciding, -1.0):
@@ -226,7 +227,6 @@ class Run:
             self.save("best.pt", done, "model")
         self.write_line({"step": done, "epoch": done / self.epoch_steps} | scores)
         self.save("last.pt", done, *self.parts)
-        note(f"step {done} of {self.total}: {percent(scores)}", sys.stdout)
 
     def report(self, done: int, stops: bool):
         """Prints the run's last line. slurm.sh looks for "stopped by" in it."""

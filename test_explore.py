@@ -2647,6 +2647,17 @@ class TestResume:
             assert state["best"] == expected["best"] and not state["evaluation_due"]
             assert_same_bits(state, expected)
 
+    def test_scores_that_a_full_disk_does_not_take_are_printed(self, stage, monkeypatch, capsys):
+        """They may have taken an hour."""
+        def full(run, name, *parts, save=run.Run.save):
+            if name == "best.pt":
+                raise OSError(28, "No space left on device")
+            save(run, name, *parts)
+        monkeypatch.setattr(run.Run, "save", full)
+        with pytest.raises(OSError, match="No space left"):
+            play("finetune", stage("finetune"))
+        assert re.search("step 8 of 8: top1 .*%, top5 .*%", capsys.readouterr().out)
+
     def test_kept_checkpoints_hold_the_model_and_what_rebuilds_it(self, stage, tmp_path):
         train(stage("pretrain", "--save-every 1 --max-steps 3"))  # no epoch, so it keeps nothing
         train(stage("pretrain", "--save-every 1"))
@@ -2880,9 +2891,11 @@ def save(*args, save=torch.save):
 
 
 class TestFolder:
-    @pytest.mark.parametrize("name", ("best.pt", "epoch_0007.pt"))
-    def test_a_folder_with_models_of_another_run_is_refused(self, stage, capsys, tmp_path, name):
-        """They belong to somebody else, or to a run whose last.pt was lost."""
+    @pytest.mark.parametrize("name", ("best.pt", "epoch_0007.pt", "knn.jsonl"))
+    def test_a_folder_of_another_run_is_refused(self, stage, capsys, tmp_path, name):
+        """It belongs to somebody else, or to a run whose last.pt was lost. Accuracies in knn.jsonl
+        would count as this run's.
+        """
         file = tmp_path / "run" / name
         write_text(file, "mine")
         error = refusal(capsys, "pretrain", *stage("pretrain", "--max-steps 1"))
