@@ -46,7 +46,8 @@ def read_image(path: str | os.PathLike) -> Tensor:
     """Reads an image file as RGB, uint8 [3, H, W], and applies its EXIF orientation. Raises
     UserError.
     """
-    with naming(f"cannot read the image {path}"):
+    # a deleted image would make a run another run
+    with naming(f"cannot read the image {path}, so put another in its place"):
         encoded = np.fromfile(path, np.uint8)
         if encoded[:2].tolist() == [0xFF, 0xD8]:      # a JPEG
             with contextlib.suppress(AttributeError, RuntimeError):
@@ -428,6 +429,36 @@ def eval_batches(views: Dataset, batch_size: int, args, process: Process, what: 
     batches = torch.arange(len(views)).split(batch_size)[process.rank::process.world]
     order = progress_bar([batch.tolist() for batch in batches], what, leave=False)
     return load(views, order, process, args.workers)
+
+
+class Broken(Dataset):
+    """Whether items of `views` cannot be read: {"broken": 1}, and a line that says why, else 0."""
+
+    def __init__(self, views: Dataset):
+        self.views = views
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def __getitem__(self, index: int) -> dict:
+        try:
+            self.views[index]
+        except UserError as error:
+            print_once(str(error))
+            return {"broken": 1}
+        return {"broken": 0}
+
+
+def check(views: Dataset, args, process: Process):
+    """Reads all `views` once, before the first step: an evaluation would name broken ones hours
+    later, one at a time. Raises UserError in all processes if any is broken.
+    """
+    broken = torch.zeros((), dtype=torch.long, device=process.device)
+    for batch in eval_batches(Broken(views), MICRO_BATCH, args, process, "check"):
+        broken += batch["broken"].sum()
+    if count := process.sum(broken).item():
+        raise UserError(f"--data {args.data}: {count} of {len(views)} images to evaluate on cannot "
+                        "be used, as the lines above say")
 
 
 def ignore_signals(worker: int):

@@ -2130,7 +2130,7 @@ class TestGPU:
         for owner, attribute, changed in (
                 (common.Process, "__init__", process), (run.Run, "end_step", end_step),
                 (run.Run, "resume", lambda run: 0), (run.Run, "save", lambda *args: None),
-                (data, "plan_steps", lambda *args: (1, 9)),
+                (data, "plan_steps", lambda *args: (1, 9)), (data, "check", lambda *args: None),
                 (torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext()),
                 (sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices",
                  lambda: ["meta"])):
@@ -2623,7 +2623,7 @@ class TestResume:
     @pytest.mark.parametrize("name, every, done", (
         ("finetune", 1, 4), ("segment", 8, 8)))
     def test_what_ends_an_evaluation_costs_no_training(self, stage, photos, scenes, tmp_path,
-                                                       capsys, name, every, done):
+                                                       monkeypatch, capsys, name, every, done):
         """The same command evaluates again, also after the last step."""
         root = Path(shutil.copytree(photos if name == "finetune" else scenes, tmp_path / "data"))
         image = root / ("val/class_1/0.jpg" if name == "finetune" else "images/validation/1.jpg")
@@ -2631,11 +2631,11 @@ class TestResume:
         flags = f"--save-every {every} --data {root}"
         _, expected, log = play(name, stage(name, flags, out="whole"))
         argv = stage(name, flags)
-        break_image(image)
-        assert str(image) in refusal(capsys, name, *argv)
+        with monkeypatch.context() as patch:
+            at_step(patch, 1, lambda: break_image(image))
+            assert str(image) in refusal(capsys, name, *argv)
         stopped, _ = read_run(tmp_path / "run")
         assert stopped["step"] == done and stopped["evaluation_due"]
-        assert str(image) in refusal(capsys, name, *argv)
         image.write_bytes(whole)
 
         def without_speed(lines):
@@ -2646,6 +2646,21 @@ class TestResume:
             assert without_speed(lines) == without_speed(log)
             assert state["best"] == expected["best"] and not state["evaluation_due"]
             assert_same_bits(state, expected)
+
+    @pytest.mark.parametrize("workers", (0, 2))
+    def test_all_broken_images_of_val_are_named_before_the_first_step(
+            self, stage, photos, tmp_path, capfd, workers):
+        """Each would end an evaluation, one after the other, hours later."""
+        root = Path(shutil.copytree(photos, tmp_path / "photos"))
+        broken = [break_image(root / "val" / name) for name in ("class_0/1.jpg", "class_3/3.jpg")]
+        argv = stage("finetune", f"--data {root} --workers {workers}")
+        data.print_once.cache_clear()
+        with pytest.raises(common.UserError, match="2 of 16 images to evaluate on cannot be used"):
+            play("finetune", argv)
+        lines = capfd.readouterr().err.splitlines()
+        assert len(lines) == 2 and all("put another in its place" in line for line in lines)
+        assert all(any(str(path) in line for line in lines) for path in broken)
+        assert not (tmp_path / "run").exists()
 
     def test_scores_that_a_full_disk_does_not_take_are_printed(self, stage, monkeypatch, capsys):
         """They may have taken an hour."""
