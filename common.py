@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import signal
+import string
 import sys
 import textwrap
 from pathlib import Path
@@ -272,6 +273,10 @@ class Process:
         self.rank = get_rank()
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         cuda = torch.cuda.is_available()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")      # Slurm sets it, too
+        if not cuda and visible.startswith((*string.digits, "GPU-", "MIG-")):
+            raise UserError(f"CUDA_VISIBLE_DEVICES is {visible}, but PyTorch finds no GPU; to run "
+                            "on a CPU, unset it")
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.device = torch.device("cpu")
         if cuda:      # some launchers let each process see its own GPU alone

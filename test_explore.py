@@ -1926,6 +1926,18 @@ class TestMachine:
         with process.autocast():
             assert (torch.ones(2, 3) @ torch.ones(3, 5)).dtype == (precision or torch.float32)
 
+    @pytest.mark.parametrize("visible, refused", (
+        ("0", True), ("1,2", True), ("GPU-8932f937", True), ("MIG-f2c1", True), ("", False),
+        ("-1", False), ("NoDevFiles", False)))
+    def test_a_job_with_gpus_that_pytorch_cannot_use_does_not_run_on_a_cpu(self, monkeypatch,
+                                                                           visible, refused):
+        """It would take weeks, and a cluster says nothing."""
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        expected = pytest.raises(common.UserError, match=f"CUDA_VISIBLE_DEVICES is {visible}")
+        with expected if refused else contextlib.nullcontext():
+            common.Process(argparse.Namespace(amp="off"))
+
     @pytest.mark.parametrize("cores, processes, flags, workers", (
         (24, "1", "", 16), (24, "4", "", 6), (2, "4", "", 1), (24, "1", "--workers 40", 40)))
     def test_a_process_has_its_share_of_the_cores_as_workers(self, monkeypatch, cores,
