@@ -129,6 +129,8 @@ class Run:
         state = torch.load(last, map_location="cpu", weights_only=True, mmap=True)
         if changed := common.differences(identity(state), identity(self.record)):
             raise UserError(f"{self.folder} holds another run, so give another --out: {changed}")
+        if state["args"]["data"] != self.args.data:      # moved, or another fold of as many images?
+            note(f"{self.folder}: --data was {state['args']['data']}, is {self.args.data}")
         for name, part in self.parts.items():
             # the loss scale of one precision means nothing in another
             if name != "scaler" or state["amp"] == str(self.process.amp):

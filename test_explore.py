@@ -2750,8 +2750,9 @@ class TestResume:
         play(name, argv)      # the same weights in another file
 
     def test_flags_for_where_how_fast_and_how_long_may_change(self, stage, photos, monkeypatch,
-                                                              tmp_path):
+                                                              capsys, tmp_path):
         train(stage("pretrain", "--max-steps 1"))
+        assert "--data was" not in capsys.readouterr().err
         (tmp_path / "run").rename(tmp_path / "moved")
         calls = spy(monkeypatch, pretrain, "explore_losses")
         loaders = spy(monkeypatch, data, "DataLoader")
@@ -2759,6 +2760,8 @@ class TestResume:
         flags = (f"--data {copy} --amp bf16 --micro-batch 4 --recompute --no-compile --workers 1 "
                  "--save-every 1 --max-steps 2")
         assert train(stage("pretrain", flags, out="moved"))[0]["step"] == 2
+        # another fold of as many images would have this run's scores
+        assert f"--data was {photos}, is {copy}" in capsys.readouterr().err
         assert loaders[-1].kwargs["num_workers"] == 1
         changed = set(re.findall(r"--(\S+)", flags)) - {"no-compile"} | {"out", "compile"}
         assert {name.replace("_", "-") for name in run.FREE_FLAGS} == changed
