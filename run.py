@@ -63,6 +63,7 @@ class Run:
         self.record = {"args": vars(args), "images": images, "val_images": val_images,
                        "classes": list(classes), "weights": weights, "encoder": encoder}
         self.start_step = 0                  # the step of last.pt
+        self.file = None                # the log, which rank 0 opens
         self.log_bytes = 0              # the log's length when last.pt was written
         self.best_scores = {}
         self.due = False                # whether an evaluation is due at the step of last.pt
@@ -76,52 +77,60 @@ class Run:
     # ------------------------------------------------------------------------- resuming
 
     def resume(self):
-        """Locks the folder and loads last.pt if it exists.
+        """Locks the folder and loads last.pt if it exists, else saves it.
 
         Checks that all processes agree on flags, data and this step. Raises UserError.
         """
         with self.process.together():
             if self.process.rank == 0:
-                self.claim()
+                self.file = self.claim()
             last = self.folder / "last.pt"
             if last.exists():
                 with common.naming(last):
                     self.load(last)
         self.process.agree(self.args, identity(self.record) | {
             "the step of last.pt": self.start_step, "an evaluation is due": self.due})
-        if self.process.rank == 0:
-            # drop what a run that was killed had logged after last.pt
-            self.log_bytes = min(self.log_bytes, self.file.tell())      # it was opened at its end
-            self.file.truncate(self.log_bytes)
-            self.file.seek(self.log_bytes)
-            if self.start_step < self.total:      # a complete run keeps its origin
-                record = self.record | {"origin": find_origin()}      # for people
-                (self.folder / "args.json").write_text(json.dumps(record, indent=1))
-        if self.start_step == 0:             # a full disk shows now, not after the first epoch
-            self.save("last.pt", 0, *self.parts)
-            if not self.measure:
-                self.save("epoch_0000.pt", 0, "model")
+        with self.process.together():
+            if self.process.rank == 0:
+                self.begin()
         note(f"{self.folder}: {self.title} on {self.record['images']} images, from step "
              f"{self.start_step} of {self.total}, {self.process.world} x "
              f"{self.process.device.type} in {self.process.amp or torch.float32}", sys.stdout)
 
     def claim(self):
-        """Makes the folder and locks it for this process. Raises UserError if another process has
-        the lock, or if there are models, a log or accuracies of another run.
+        """Makes the folder and locks it for this process -> the log, which holds the lock
+
+        Raises UserError if another process has the lock, or if there are models, a log or
+        accuracies of another run.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.file = open(self.folder / "log.jsonl", "ab")      # noqa: SIM115
+        file = open(self.folder / "log.jsonl", "ab")      # noqa: SIM115
         try:      # a POSIX lock ends with this process, even if its workers outlive it
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise UserError(f"{self.folder}: another process trains in this folder") from None
         except OSError:
             note(f"{self.folder}: this file system has no locks; two processes must not train here")
-        found = [file.name for pattern in ("*.pt", "log.jsonl", "knn.jsonl")
-                 for file in self.folder.glob(pattern) if file.stat().st_size]
+        found = [path.name for pattern in ("*.pt", "log.jsonl", "knn.jsonl")
+                 for path in self.folder.glob(pattern) if path.stat().st_size]
         if found and "last.pt" not in found:
             raise UserError(f"{self.folder} has {min(found)}, but no last.pt to resume from; give "
                             "another --out")
+        return file
+
+    def begin(self):
+        """Writes what a run has before its first step, so that a full disk shows now."""
+        # drop what a run that was killed had logged after last.pt
+        self.log_bytes = min(self.log_bytes, self.file.tell())      # it was opened at its end
+        self.file.truncate(self.log_bytes)
+        self.file.seek(self.log_bytes)
+        if self.start_step < self.total:      # a complete run keeps its origin
+            record = self.record | {"origin": find_origin()}      # for people
+            (self.folder / "args.json").write_text(json.dumps(record, indent=1))
+        if self.start_step == 0:
+            self.save("last.pt", 0, *self.parts)
+            if not self.measure:
+                self.save("epoch_0000.pt", 0, "model")
 
     def load(self, last: Path):
         """Loads last.pt into the parts. Raises UserError if another run wrote it."""

@@ -2017,6 +2017,18 @@ class TestMachine:
                 raise own
         assert told == everyone[:1]
 
+    @needs_loopback
+    def test_a_full_disk_ends_all_processes_before_the_first_step(self, stage, tmp_path):
+        first = """
+def save(*args):
+    raise OSError(28, "No space left on device")
+torch.save = save
+"""
+        argv = stage("pretrain")
+        ends = map(finish, start_two(driver(tmp_path, first=first), argv, argv))
+        assert [(code, "No space left on device" in error) for code, _, error in ends] == [
+            (1, True), (2, True)]
+
     def test_a_rank_that_another_job_left_over_means_nothing(self, stage, monkeypatch, capsys):
         """Otherwise, k-NN would print nothing, and leave out a share of the images."""
         monkeypatch.setenv("RANK", "1")
