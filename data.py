@@ -218,11 +218,12 @@ def trained_on(checkpoint: dict) -> str:
     return name if there else default_data()
 
 
-def describe(data: str, images: int, val_images: int, classes: list[str]) -> dict:
+def describe(data: str, image_count: int, val_image_count: int, classes: list[str]) -> dict:
     """The facts about a data set in which all processes, and a resumed run, must agree"""
     names = {f"class {i}": name for i, name in enumerate(classes)}
     return {"--data": data if data in (*DRAWN, *DOWNLOADED) else "a folder",
-            "the number of images": images, "the number of validation images": val_images,
+            "the number of images": image_count,
+            "the number of validation images": val_image_count,
             "the number of classes": len(classes)} | names
 
 

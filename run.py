@@ -30,7 +30,7 @@ LOG_EVERY = 20      # steps
 # overflow.
 FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "recompute", "amp", "save_every",
               "max_steps"}
-SHOWN = "loss", "token", "cls", "pixel", "top1", "miou"      # in the progress bar
+BAR_FIELDS = "loss", "token", "cls", "pixel", "top1", "miou"      # of the log
 
 
 class Run:
@@ -38,10 +38,10 @@ class Run:
 
     title: the model in words, for the first line that the run prints
     steps, epoch_steps: number of steps in the run, and in an epoch
-    images, val_images, classes: numbers of images to train on and to evaluate on, and names of the
-        classes
+    image_count, val_image_count: numbers of images to train on and to evaluate on
+    classes: their names
     encoder: saved in checkpoints: the arguments of `ViT` or, in a probe, the name of its encoder
-    weights: digest of the pretrained weights that the run starts from, or learns from
+    digest: of the pretrained weights that the run starts from, or learns from
     measure: returns scores in percent; the first one decides which model best.pt keeps. Pretraining
         measures nothing, and keeps an epoch_NNNN.pt every --save-every epochs.
     parts: the objects whose state dicts last.pt holds, by name; other checkpoints hold only the
@@ -49,8 +49,8 @@ class Run:
     """
 
     def __init__(self, args, process: Process, title: str, *, steps: int, epoch_steps: int,
-                 images: int, val_images: int = 0, encoder, weights: str = "", classes=(),
-                 measure=None, **parts):
+                 image_count: int, val_image_count: int = 0, encoder, digest: str = "",
+                 classes=(), measure=None, **parts):
         self.args, self.process, self.title, self.measure = args, process, title, measure
         self.folder = Path(args.out)
         self.total, self.epoch_steps = steps, epoch_steps
@@ -60,8 +60,9 @@ class Run:
             self.save_every, self.last_every = args.save_every * epoch_steps, epoch_steps
         self.stop_step = min(steps, args.max_steps or steps)
         self.parts = parts | {"scaler": process.scaler}
-        self.record = {"args": vars(args), "images": images, "val_images": val_images,
-                       "classes": list(classes), "weights": weights, "encoder": encoder}
+        # runs of earlier versions have these keys, and resume
+        self.record = {"args": vars(args), "images": image_count, "val_images": val_image_count,
+                       "classes": list(classes), "weights": digest, "encoder": encoder}
         self.start_step = 0                  # the step of last.pt
         self.file = None                # the log, which rank 0 opens
         self.log_bytes = 0              # the log's length when last.pt was written
@@ -164,8 +165,8 @@ class Run:
                     initial=self.start_step, unit="step") as bar:
                 for step in bar:
                     yield step
-                    shown = self.last_line | self.best_scores
-                    bar.set_postfix({name: shown[name] for name in SHOWN if name in shown},
+                    fields = self.last_line | self.best_scores
+                    bar.set_postfix({name: fields[name] for name in BAR_FIELDS if name in fields},
                                     refresh=False)
         finally:
             for number, handler in before.items():

@@ -194,7 +194,7 @@ def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dat
     def evaluate() -> dict[str, float]:
         return accuracy(model, val_views, args, process)
 
-    return fit(args, process, model, views, compute_loss, evaluate, val_images=len(val),
+    return fit(args, process, model, views, compute_loss, evaluate, val_image_count=len(val),
                classes=dataset.classes, **run)
 
 
@@ -231,7 +231,7 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
         return scores
 
     optimizer = optim.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
-    run = Run(args, process, steps=steps, epoch_steps=epoch_steps, images=len(views),
+    run = Run(args, process, steps=steps, epoch_steps=epoch_steps, image_count=len(views),
               measure=measure, model=model, optimizer=optimizer, **record)
     run.resume()
     parallel = process.parallel(model.train())
