@@ -25,6 +25,17 @@ class UserError(Exception):
     """An error that the user can fix: `launch` prints it as one line and exits with code 2."""
 
 
+class Stopped(Exception):
+    """A signal has stopped a run before it was complete.
+
+    number: of the signal, or 0 if another process has received it
+    """
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
 def get_rank() -> int:
     """This process's rank. RANK without WORLD_SIZE is left over from another job, so it is ignored.
     """
@@ -103,9 +114,6 @@ class Output:
         return len(text)
 
 
-stopped_by = 0      # the number of the signal that ended a run before it was complete
-
-
 def launch(main, args: argparse.Namespace):
     """Calls main(args) as a program: a UserError or OOM becomes one line and exit code 2.
 
@@ -114,8 +122,11 @@ def launch(main, args: argparse.Namespace):
     """
     sys.stdout.reconfigure(errors="replace")      # a path may have letters that it cannot show
     sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
+    stopped_by = 0
     try:
         main(args)
+    except Stopped as stop:
+        stopped_by = stop.number
     except (UserError, torch.OutOfMemoryError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, torch.OutOfMemoryError):

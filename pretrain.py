@@ -244,8 +244,7 @@ def main(args):
         run.log(optim.optimizer_step(optimizer, process.scaler, args.clip_grad),
                 objective_weights=w)
         balance.update()
-        if run.end_step(step, lr):                          # logs, saves; True after a signal
-            break
+        run.end_step(step, lr)                  # logs and saves; after a signal, raises Stopped
 
 
 if __name__ == "__main__":

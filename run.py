@@ -22,7 +22,7 @@ from torch import Tensor
 
 import common
 import data
-from common import Process, UserError, note
+from common import Process, Stopped, UserError, note
 
 LOG_EVERY = 20      # steps
 # Flags that may change when a run resumes: they set where files are, how fast the run is, and when
@@ -152,12 +152,8 @@ class Run:
     # ------------------------------------------------------------------------- the loop
 
     def steps(self):
-        """Yields the remaining steps, shows a progress bar, and listens to signals."""
-        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:      # nohup ignores it
-            numbers.append(signal.SIGHUP)
-        before = {number: signal.signal(number, self.ask_to_stop) for number in numbers}
-        try:
+        """Yields the remaining steps, in a progress bar, after an evaluation that is due."""
+        with self.listening():
             if self.due:      # the run was stopped before this evaluation, or in it
                 self.evaluate(self.start_step)
             with common.progress_bar(
@@ -168,6 +164,16 @@ class Run:
                     fields = self.last_line | self.best_scores
                     bar.set_postfix({name: fields[name] for name in BAR_FIELDS if name in fields},
                                     refresh=False)
+
+    @contextlib.contextmanager
+    def listening(self):
+        """A context in which a signal asks the run to stop."""
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:      # nohup ignores it
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self.ask_to_stop) for number in numbers}
+        try:
+            yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -202,15 +208,17 @@ class Run:
         for name, value in (metrics | more).items():
             self.metrics.setdefault(name, []).append(value.detach())
 
-    def end_step(self, step: int, lr: float) -> bool:
-        """Logs, saves and evaluates when each is due -> whether a signal asks all to stop"""
+    def end_step(self, step: int, lr: float):
+        """Logs, saves and evaluates when each is due. Raises Stopped, in all processes, if a signal
+        has asked one of them to stop before the run is complete.
+        """
         done = step + 1
         if self.timed_step is None:      # the first step compiles, so its time does not count
             self.start_clock(done)
         scheduled = done % self.save_every == 0 or done == self.total
         saves = scheduled or done % self.last_every == 0 or done == self.stop_step
         if not saves and done % LOG_EVERY:
-            return False
+            return
         stops = self.log_means(done, lr)
         if scheduled and not self.measure:      # first: after a kill, it is written again
             self.save(f"epoch_{done // self.epoch_steps:04d}.pt", done, "model")
@@ -219,12 +227,14 @@ class Run:
             self.save("last.pt", done, *self.parts)
         if self.due and not stops:              # else the same command evaluates
             self.evaluate(done)
+        stops = stops and (done < self.stop_step or self.due)
         if stops or done == self.stop_step:
             self.report(done, stops)
             # all ranks keep their signal handlers until rank 0 has saved
             self.process.sum(torch.zeros((), device=self.process.device))
+        if stops:
+            raise Stopped(self.stop_signal)
         self.start_clock(done)
-        return stops
 
     def evaluate(self, done: int):
         """Prints and logs the scores that measure() returns, and saves last.pt. If the first score
@@ -247,10 +257,9 @@ class Run:
                 .format(**self.last_line)]
         if self.best_scores:
             words.append(f"best evaluation: {percent(self.best_scores)}")
-        if stops and (done < self.stop_step or self.due):
+        if stops:
             name = signal.Signals(self.stop_signal).name if self.stop_signal else "a signal"
             words.append(f"stopped by {name}; the same command resumes")
-            common.stopped_by = self.stop_signal
         note("; ".join(words), sys.stdout)
 
     # ---------------------------------------------------------------- log and checkpoints

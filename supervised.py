@@ -250,6 +250,5 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
             run.log(metrics)
 
         run.log(optim.optimizer_step(optimizer, process.scaler, args.clip_grad))
-        if run.end_step(step, lr):      # logs, saves and evaluates; True after a signal
-            break
+        run.end_step(step, lr)      # logs, saves and evaluates; after a signal, raises Stopped
     return run.best_scores

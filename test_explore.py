@@ -104,7 +104,6 @@ needs_loopback = pytest.mark.skipif(not loopback(), reason="no network interface
 def seeded():
     """Every test has the same random numbers."""
     torch.manual_seed(0)
-    common.stopped_by = 0
 
 
 def normalized(images):
@@ -245,10 +244,13 @@ def read_run(folder):
 def play(name, argv):
     """Runs the stage `name` of SCRIPTS on command-line flags, in this process.
 
-    -> (what its main returns, the contents of last.pt, the lines of the log)
+    -> (what its main returns, the contents of last.pt, the lines of the log). After a signal, main
+    returns nothing.
     """
-    args = SCRIPTS[name].parse_args(argv)
-    return SCRIPTS[name].main(args), *read_run(args.out)
+    args, result = SCRIPTS[name].parse_args(argv), None
+    with contextlib.suppress(common.Stopped):
+        result = SCRIPTS[name].main(args)
+    return result, *read_run(args.out)
 
 
 def train(argv):
@@ -2150,7 +2152,9 @@ class TestGPU:
             self.device = torch.device("meta")
 
         def end_step(self, step, *args, end=run.Run.end_step):
-            return end(self, step, *args) or step == 1
+            end(self, step, *args)
+            if step == 1:
+                raise common.Stopped(0)
         for owner, attribute, changed in (
                 (common.Process, "__init__", process), (run.Run, "end_step", end_step),
                 (run.Run, "resume", lambda run: 0), (run.Run, "save", lambda *args: None),
@@ -2160,7 +2164,8 @@ class TestGPU:
                  lambda: ["meta"])):
             monkeypatch.setattr(owner, attribute, changed)
         steps = spy(monkeypatch, optim, "optimizer_step")
-        SCRIPTS[name].main(SCRIPTS[name].parse_args(stage(name, flags)))
+        with pytest.raises(common.Stopped):
+            SCRIPTS[name].main(SCRIPTS[name].parse_args(stage(name, flags)))
         assert len(steps) == 2
 
     @pytest.mark.skipif(not shutil.which("nvidia-smi"), reason="no GPU")
