@@ -433,33 +433,33 @@ def eval_batches(views: Dataset, batch_size: int, args, process: Process, what: 
 
 
 class Broken(Dataset):
-    """Whether items of `views` cannot be read: {"broken": 1}, and a line that says why, else 0."""
+    """For each item of `dataset`, {"broken": 1 if it cannot be read, else 0}. A line says why."""
 
-    def __init__(self, views: Dataset):
-        self.views = views
+    def __init__(self, dataset: Dataset):
+        self.dataset = dataset
 
     def __len__(self) -> int:
-        return len(self.views)
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict:
         try:
-            self.views[index]
+            self.dataset[index]
         except UserError as error:
             print_once(str(error))
             return {"broken": 1}
         return {"broken": 0}
 
 
-def check(views: Dataset, args, process: Process):
-    """Reads all `views` once, before the first step: an evaluation would name broken ones hours
-    later, one at a time. Raises UserError in all processes if any is broken.
+def check(dataset: Dataset, args, process: Process):
+    """Reads all of `dataset` once, because an evaluation would name broken images hours later, one
+    at a time. Raises UserError in all processes if an image is broken.
     """
     broken = torch.zeros((), dtype=torch.long, device=process.device)
-    for batch in eval_batches(Broken(views), MICRO_BATCH, args, process, "check"):
+    for batch in eval_batches(Broken(dataset), MICRO_BATCH, args, process, "check"):
         broken += batch["broken"].sum()
     if count := process.sum(broken).item():
-        raise UserError(f"--data {args.data}: {count} of {len(views)} images to evaluate on cannot "
-                        "be used, as the lines above say")
+        raise UserError(f"--data {args.data}: {count} of {len(dataset)} images to evaluate on "
+                        "cannot be used, as the lines above say")
 
 
 def ignore_signals(worker: int):

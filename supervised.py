@@ -179,7 +179,7 @@ def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dat
     views = (StrongViews(dataset, image_size, args.seed, erase) if strong
              else data.TrainViews(dataset, image_size, args.seed))
     val_views = data.CenterViews(val, image_size)
-    data.check(val_views, args, process)
+    data.check(val, args, process)
     mix = mixup_or_cutmix(len(dataset.classes))
 
     def compute_loss(model: nn.Module, batch: dict) -> dict[str, Tensor]:
