@@ -1559,7 +1559,7 @@ class TestData:
     def test_images_that_do_not_have_8_bits_are_refused(self, tmp_path, name, kind):
         """Nobody knows which float is white, and 16 bits would become white."""
         Image.fromarray(PICTURE[..., 0].astype(kind)).save(tmp_path / name)
-        with pytest.raises(common.UserError, match=f"{tmp_path}/{name}: mode"):
+        with pytest.raises(common.UserError, match=f"{tmp_path}/{name}, .*: mode"):
             data.read_image(tmp_path / name)
 
     @pytest.mark.parametrize("kind, mode", (("PNG", "P"), ("JPEG", "CMYK")))
@@ -1747,13 +1747,15 @@ class TestData:
     @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc")
     def test_finished_evaluations_keep_no_files_open(self):
         """A run of a hundred evaluations would reach the limit of 1,024 open files."""
-        open_files = []
+        gc.collect()      # what earlier tests have left open
+        others, open_files = multiprocessing.active_children(), []
         for _ in range(3):
             batches = data.eval_batches(data.CenterViews(Shapes("val", 8), 8), 512,
                                         argparse.Namespace(workers=2), loading()[1])
             assert [len(batch["image"]) for batch in batches] == [512, 512]
             open_files.append(len(os.listdir("/proc/self/fd")))
-        assert open_files[1] == open_files[2] and not multiprocessing.active_children()
+        assert open_files[2] <= open_files[1]
+        assert set(multiprocessing.active_children()) <= set(others)
 
     def test_a_program_that_imports_data_keeps_its_children(self, tmp_path):
         """Only workers are killed when it ends."""
