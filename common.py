@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import signal
+import string
 import sys
 import textwrap
 from pathlib import Path
@@ -22,6 +23,17 @@ from tqdm import tqdm
 
 class UserError(Exception):
     """An error that the user can fix: `launch` prints it as one line and exits with code 2."""
+
+
+class Stopped(Exception):
+    """A signal has stopped a run before it was complete.
+
+    number: of the signal, or 0 if another process has received it
+    """
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
 
 
 def get_rank() -> int:
@@ -102,9 +114,6 @@ class Output:
         return len(text)
 
 
-stopped_by = 0      # the number of the signal that ended a run before it was complete
-
-
 def launch(main, args: argparse.Namespace):
     """Calls main(args) as a program: a UserError or OOM becomes one line and exit code 2.
 
@@ -113,8 +122,11 @@ def launch(main, args: argparse.Namespace):
     """
     sys.stdout.reconfigure(errors="replace")      # a path may have letters that it cannot show
     sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
+    stopped_by = 0
     try:
         main(args)
+    except Stopped as stop:
+        stopped_by = stop.number
     except (UserError, torch.OutOfMemoryError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, torch.OutOfMemoryError):
@@ -272,6 +284,10 @@ class Process:
         self.rank = get_rank()
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         cuda = torch.cuda.is_available()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")      # Slurm sets it, too
+        if not cuda and visible.startswith((*string.digits, "GPU-", "MIG-")):
+            raise UserError(f"CUDA_VISIBLE_DEVICES is {visible}, but PyTorch finds no GPU; to run "
+                            "on a CPU, unset it")
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.device = torch.device("cpu")
         if cuda:      # some launchers let each process see its own GPU alone
@@ -297,17 +313,39 @@ class Process:
     def autocast(self):
         return torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None)
 
+    @contextlib.contextmanager
+    def together(self):
+        """A context in which an error of one process ends all of them with this error. The others
+        would wait for the process for hours.
+        """
+        own = None
+        try:
+            yield
+        except Exception as error:
+            own = error
+        errors = self.gather(own and str(own))
+        if own:
+            raise own
+        for other in errors:
+            if other is not None:
+                raise UserError(other)
+
     def agree(self, args: argparse.Namespace, facts: dict):
         """Raises UserError in all processes if their flags, or these facts, differ."""
         # machines may have folders of their own
         facts = facts | {flag(name): value for name, value in vars(args).items()
                          if name not in ("data", "out", "workers")}
-        everyone = [facts] * self.world
-        if self.world > 1:
-            dist.all_gather_object(everyone, facts)
+        everyone = self.gather(facts)
         for rank, other in enumerate(everyone):
             if changed := differences(everyone[0], other):
                 raise UserError(f"rank {rank} does not run what rank 0 runs: {changed}")
+
+    def gather(self, value) -> list:
+        """The `value` of each process, in the order of their ranks"""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
 
     def sum(self, values: Tensor) -> Tensor:
         """Sums values over all processes, in place (all-reduce)."""

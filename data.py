@@ -8,16 +8,15 @@ on the device.
 
 import argparse
 import atexit
-import collections
 import contextlib
 import functools
 import math
-import mimetypes
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +35,8 @@ from shapes import Shapes
 BICUBIC = TF.InterpolationMode.BICUBIC
 DRAWN = ("shapes", "shapes-noise")
 ENDINGS = (*IMG_EXTENSIONS, ".avif", ".gif", ".jfif", ".jpe", ".jp2")
+# Names of systems begin like this: hidden files, thumbnails, recycle bins, snapshots.
+SYSTEM_NAMES = (".", "@", "#", "$", "__MACOSX", "lost+found")
 DOWNLOADED = ("cifar10", "food101")      # torchvision's sets, in data/
 
 
@@ -45,7 +46,8 @@ def read_image(path: str | os.PathLike) -> Tensor:
     """Reads an image file as RGB, uint8 [3, H, W], and applies its EXIF orientation. Raises
     UserError.
     """
-    with naming(f"cannot read the image {path}"):
+    # a deleted image would make a run another run
+    with naming(f"cannot read the image {path}, so put another in its place"):
         encoded = np.fromfile(path, np.uint8)
         if encoded[:2].tolist() == [0xFF, 0xD8]:      # a JPEG
             with contextlib.suppress(AttributeError, RuntimeError):
@@ -86,39 +88,36 @@ def print_once(line: str):
     print(line, file=sys.stderr, flush=True)
 
 
-def walk(folder: str):
-    """os.walk, sorted, without hidden files and folders, and following symlinks.
+def walk(folder: str, above: frozenset[Path] = frozenset()):
+    """Yields (folder, names of its subfolders, names of its files), first for `folder`, then for
+    each folder in it, in the order of names and without SYSTEM_NAMES.
 
-    Symlinks to a parent folder are not followed, because they would never end. Yields nothing if
-    `folder` does not exist. Raises UserError if a folder cannot be listed.
+    Follows symlinks, but not into `above`, the folders that hold this one, because that would never
+    end. Yields nothing if `folder` does not exist. Raises UserError if a folder cannot be listed.
     """
-    def fail(error: OSError):
-        if not isinstance(error, FileNotFoundError):
-            raise UserError(f"cannot list the folder {error.filename}: {error.strerror}")
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"cannot list the folder {folder}: {error.strerror}") from None
+    entries = [entry for entry in entries if not entry.name.startswith(SYSTEM_NAMES)]
+    real = Path(folder).resolve()
+    above = above | {real, *real.parents}
+    folders = [entry.name for entry in entries
+               if entry.is_dir() and Path(entry.path).resolve() not in above]
+    yield folder, folders, [entry.name for entry in entries if not entry.is_dir()]
+    for name in folders:
+        yield from walk(os.path.join(folder, name), above)
 
-    def visible(names: list[str]) -> list[str]:
-        return sorted(name for name in names if name[0] != "." and name != "__MACOSX")
 
-    for here, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        real = Path(here).resolve()
-        above = {real, *real.parents, *(parent.resolve() for parent in Path(here).parents)}
-        folders[:] = [name for name in visible(folders)
-                      if Path(here, name).resolve() not in above]
-        yield here, folders, visible(names)
+def list_files(folder: str) -> list[str]:
+    """The paths of all files in a folder: first the folder's own, then its subfolders' files."""
+    return [os.path.join(here, name) for here, _, names in walk(folder) for name in names]
 
 
-def list_images(folder: str) -> list[str]:
-    """The paths of all images in a folder: first the folder's own, then its subfolders' images."""
-    paths, others = [], set()
-    for here, _, names in walk(folder):
-        for name in names:
-            if name.lower().endswith(ENDINGS):
-                paths.append(os.path.join(here, name))
-            elif "image/" in str(mimetypes.guess_type(name)[0]):
-                others.add(os.path.splitext(name)[1])
-    if others:
-        note(f"{folder}: skipped images in these formats: {', '.join(sorted(others))}")
-    return paths
+def is_image(path: str) -> bool:
+    return path.lower().endswith(ENDINGS)
 
 
 class ImageFiles(Dataset):
@@ -130,13 +129,18 @@ class ImageFiles(Dataset):
 
     def __init__(self, root: str, missing: str, classes: list[str] | None = None):
         if os.path.isfile(root):
-            found = [[root] if root.lower().endswith(ENDINGS) else []]
+            files = [[root]]
         elif classes is None:
-            found = [list_images(root)]
+            files = [list_files(root)]
         else:
-            found = [list_images(os.path.join(root, name)) for name in classes]
+            files = [list_files(os.path.join(root, name)) for name in classes]
+        found = [list(filter(is_image, group)) for group in files]
+        others = [path for group in files for path in group if not is_image(path)]
         if not any(found):
             raise UserError(missing)
+        if others:
+            note(f"{root}: files without an image's ending are left out: {len(others)}, such as "
+                 f"{others[0]}")
         # Forked workers share an array's memory. They would copy a list, because reading a Python
         # object writes its reference count.
         self.paths = np.array([os.fsencode(path) for paths in found for path in paths], dtype="S")
@@ -202,12 +206,8 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
     if os.path.isdir(folder):
         return ImageFiles(folder, f"--data {data}: no image in {folder}")
     photos = ImageFiles(data, f"--data {data}: no image in {data}")
-    places = (os.path.relpath(photos.path(i), data).split(os.sep) for i in range(len(photos)))
-    counts = collections.Counter(place[0] for place in places if len(place) > 1)
-    if counts:      # is it Train/, or has it annotations?
-        counted = ", ".join(f"{count} in {name}/" for name, count in counts.most_common(5))
-        note(f"{data} has no {split}/, so all of its {len(photos)} images count: {counted}"
-             + ", ..." * (len(counts) > 5))
+    if os.path.isdir(data):      # is it Train/, or has it annotations?
+        note(f"{data} has no {split}/, so all of its {len(photos)} images count")
     return photos
 
 
@@ -218,11 +218,12 @@ def trained_on(checkpoint: dict) -> str:
     return name if there else default_data()
 
 
-def describe(data: str, images: int, val_images: int, classes: list[str]) -> dict:
+def describe(data: str, image_count: int, val_image_count: int, classes: list[str]) -> dict:
     """The facts about a data set in which all processes, and a resumed run, must agree"""
     names = {f"class {i}": name for i, name in enumerate(classes)}
     return {"--data": data if data in (*DRAWN, *DOWNLOADED) else "a folder",
-            "the number of images": images, "the number of validation images": val_images,
+            "the number of images": image_count,
+            "the number of validation images": val_image_count,
             "the number of classes": len(classes)} | names
 
 
@@ -408,8 +409,11 @@ def load(views: Dataset, batches_of_keys, process: Process, workers: int):
         views, batch_sampler=batches_of_keys, num_workers=workers, worker_init_fn=ignore_signals,
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         pin_memory=process.device.type == "cuda", generator=torch.Generator())
-    batches = iter(loader)
-    atexit.register(end_workers, getattr(batches, "_workers", []))      # none with --workers 0
+    others = multiprocessing.active_children()
+    try:
+        batches = iter(loader)
+    finally:      # also if one of them could not start
+        WORKERS.update(set(multiprocessing.active_children()) - set(others))
     try:
         for batch in batches:
             yield {name: value.to(process.device, non_blocking=True)
@@ -428,6 +432,36 @@ def eval_batches(views: Dataset, batch_size: int, args, process: Process, what: 
     return load(views, order, process, args.workers)
 
 
+class Broken(Dataset):
+    """For each item of `dataset`, {"broken": 1 if it cannot be read, else 0}. A line says why."""
+
+    def __init__(self, dataset: Dataset):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict:
+        try:
+            self.dataset[index]
+        except UserError as error:
+            print_once(str(error))
+            return {"broken": 1}
+        return {"broken": 0}
+
+
+def check(dataset: Dataset, args, process: Process):
+    """Reads all of `dataset` once, because an evaluation would name broken images hours later, one
+    at a time. Raises UserError in all processes if an image is broken.
+    """
+    broken = torch.zeros((), dtype=torch.long, device=process.device)
+    for batch in eval_batches(Broken(dataset), MICRO_BATCH, args, process, "check"):
+        broken += batch["broken"].sum()
+    if count := process.sum(broken).item():
+        raise UserError(f"--data {args.data}: {count} of {len(dataset)} images to evaluate on "
+                        "cannot be used, as the lines above say")
+
+
 def ignore_signals(worker: int):
     """Shields a worker from the signals that stop a run: the run needs it until it has saved.
 
@@ -438,12 +472,16 @@ def ignore_signals(worker: int):
         signal.signal(number, signal.SIG_IGN)
 
 
-def end_workers(workers: list[multiprocessing.Process]):
-    """Kills the workers of a run that failed. At exit, Python sends them SIGTERM, which they ignore
-    (`ignore_signals`), and would wait for them forever.
+WORKERS = weakref.WeakSet()      # all that `load` has started, until their files are closed
+
+
+@atexit.register
+def end_workers():
+    """Kills the workers of a program that failed. At exit, Python sends them SIGTERM, which they
+    ignore (`ignore_signals`), and would wait for them forever.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)      # or PyTorch reports a worker's death
-    for worker in workers:
+    for worker in WORKERS:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)      # or PyTorch reports a worker's death
         worker.kill()
 
 

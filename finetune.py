@@ -92,7 +92,7 @@ def main(args) -> dict[str, float]:
         args, process, classifier, dataset, val, image_size, erase=True,
         title=f"{args.checkpoint}, {recipe}," if checkpoint else f"{args.model} from scratch",
         encoder=encoder.config,
-        weights=digest(checkpoint["model"]) if checkpoint else "",
+        digest=digest(checkpoint["model"]) if checkpoint else "",
         lr_scale=optim.layerwise_lr(len(encoder.blocks), layer_decay))
 
 

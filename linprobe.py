@@ -93,7 +93,7 @@ def main(args) -> dict[str, float]:
         frozen.compile()
     return supervised.fit_classifier(args, process, Probe(frozen, head), dataset, val,
                                      frozen.image_size, encoder=args.encoder,
-                                     weights=frozen.digest,
+                                     digest=frozen.digest,
                                      title=f"{args.probe} probe of {args.encoder}")
 
 

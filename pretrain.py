@@ -207,8 +207,8 @@ def main(args):
         importance_weight=args.importance_weight)
 
     title = f"{args.model} with {args.experts} experts, taught by {args.teacher},"
-    run = Run(args, process, title, steps=steps, epoch_steps=epoch_steps, images=len(dataset),
-              encoder=student.encoder.config, weights=teacher.digest, model=student,
+    run = Run(args, process, title, steps=steps, epoch_steps=epoch_steps, image_count=len(dataset),
+              encoder=student.encoder.config, digest=teacher.digest, model=student,
               optimizer=optimizer, balance=balance)
     run.resume()                        # loads last.pt if it exists, else saves epoch_0000.pt
     if args.compile:
@@ -244,8 +244,7 @@ def main(args):
         run.log(optim.optimizer_step(optimizer, process.scaler, args.clip_grad),
                 objective_weights=w)
         balance.update()
-        if run.end_step(step, lr):                          # logs, saves; True after a signal
-            break
+        run.end_step(step, lr)                  # logs and saves; after a signal, raises Stopped
 
 
 if __name__ == "__main__":

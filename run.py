@@ -22,7 +22,7 @@ from torch import Tensor
 
 import common
 import data
-from common import Process, UserError, note
+from common import Process, Stopped, UserError, note
 
 LOG_EVERY = 20      # steps
 # Flags that may change when a run resumes: they set where files are, how fast the run is, and when
@@ -30,7 +30,7 @@ LOG_EVERY = 20      # steps
 # overflow.
 FREE_FLAGS = {"data", "out", "workers", "micro_batch", "compile", "recompute", "amp", "save_every",
               "max_steps"}
-SHOWN = "loss", "token", "cls", "pixel", "top1", "miou"      # in the progress bar
+BAR_FIELDS = "loss", "token", "cls", "pixel", "top1", "miou"      # of the log
 
 
 class Run:
@@ -38,10 +38,10 @@ class Run:
 
     title: the model in words, for the first line that the run prints
     steps, epoch_steps: number of steps in the run, and in an epoch
-    images, val_images, classes: numbers of images to train on and to evaluate on, and names of the
-        classes
+    image_count, val_image_count: numbers of images to train on and to evaluate on
+    classes: their names
     encoder: saved in checkpoints: the arguments of `ViT` or, in a probe, the name of its encoder
-    weights: digest of the pretrained weights that the run starts from, or learns from
+    digest: of the pretrained weights that the run starts from, or learns from
     measure: returns scores in percent; the first one decides which model best.pt keeps. Pretraining
         measures nothing, and keeps an epoch_NNNN.pt every --save-every epochs.
     parts: the objects whose state dicts last.pt holds, by name; other checkpoints hold only the
@@ -49,8 +49,8 @@ class Run:
     """
 
     def __init__(self, args, process: Process, title: str, *, steps: int, epoch_steps: int,
-                 images: int, val_images: int = 0, encoder, weights: str = "", classes=(),
-                 measure=None, **parts):
+                 image_count: int, val_image_count: int = 0, encoder, digest: str = "",
+                 classes=(), measure=None, **parts):
         self.args, self.process, self.title, self.measure = args, process, title, measure
         self.folder = Path(args.out)
         self.total, self.epoch_steps = steps, epoch_steps
@@ -60,9 +60,11 @@ class Run:
             self.save_every, self.last_every = args.save_every * epoch_steps, epoch_steps
         self.stop_step = min(steps, args.max_steps or steps)
         self.parts = parts | {"scaler": process.scaler}
-        self.record = {"args": vars(args), "images": images, "val_images": val_images,
-                       "classes": list(classes), "weights": weights, "encoder": encoder}
+        # runs of earlier versions have these keys, and resume
+        self.record = {"args": vars(args), "images": image_count, "val_images": val_image_count,
+                       "classes": list(classes), "weights": digest, "encoder": encoder}
         self.start_step = 0                  # the step of last.pt
+        self.file = None                # the log, which rank 0 opens
         self.log_bytes = 0              # the log's length when last.pt was written
         self.best_scores = {}
         self.due = False                # whether an evaluation is due at the step of last.pt
@@ -76,51 +78,60 @@ class Run:
     # ------------------------------------------------------------------------- resuming
 
     def resume(self):
-        """Locks the folder and loads last.pt if it exists.
+        """Locks the folder and loads last.pt if it exists, else saves it.
 
         Checks that all processes agree on flags, data and this step. Raises UserError.
         """
-        if self.process.rank == 0:
-            self.claim()
-        last = self.folder / "last.pt"
-        if last.exists():
-            with common.naming(last):
-                self.load(last)
+        with self.process.together():
+            if self.process.rank == 0:
+                self.file = self.claim()
+            last = self.folder / "last.pt"
+            if last.exists():
+                with common.naming(last):
+                    self.load(last)
         self.process.agree(self.args, identity(self.record) | {
             "the step of last.pt": self.start_step, "an evaluation is due": self.due})
-        if self.process.rank == 0:
-            # drop what a run that was killed had logged after last.pt
-            self.log_bytes = min(self.log_bytes, self.file.tell())      # it was opened at its end
-            self.file.truncate(self.log_bytes)
-            self.file.seek(self.log_bytes)
-            if self.start_step < self.total:      # a complete run keeps its origin
-                record = self.record | {"origin": find_origin()}      # for people
-                (self.folder / "args.json").write_text(json.dumps(record, indent=1))
-        if self.start_step == 0:             # a full disk shows now, not after the first epoch
-            self.save("last.pt", 0, *self.parts)
-            if not self.measure:
-                self.save("epoch_0000.pt", 0, "model")
+        with self.process.together():
+            if self.process.rank == 0:
+                self.begin()
         note(f"{self.folder}: {self.title} on {self.record['images']} images, from step "
              f"{self.start_step} of {self.total}, {self.process.world} x "
              f"{self.process.device.type} in {self.process.amp or torch.float32}", sys.stdout)
 
     def claim(self):
-        """Makes the folder and locks it for this process. Raises UserError if another process has
-        the lock, or if there are models or a log that this run would write over.
+        """Makes the folder and locks it for this process -> the log, which holds the lock
+
+        Raises UserError if another process has the lock, or if there are models, a log or
+        accuracies of another run.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.file = open(self.folder / "log.jsonl", "ab")      # noqa: SIM115
+        file = open(self.folder / "log.jsonl", "ab")      # noqa: SIM115
         try:      # a POSIX lock ends with this process, even if its workers outlive it
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise UserError(f"{self.folder}: another process trains in this folder") from None
         except OSError:
             note(f"{self.folder}: this file system has no locks; two processes must not train here")
-        found = [file.name for file in (*self.folder.glob("*.pt"), self.folder / "log.jsonl")
-                 if file.stat().st_size]
+        found = [path.name for pattern in ("*.pt", "log.jsonl", "knn.jsonl")
+                 for path in self.folder.glob(pattern) if path.stat().st_size]
         if found and "last.pt" not in found:
             raise UserError(f"{self.folder} has {min(found)}, but no last.pt to resume from; give "
                             "another --out")
+        return file
+
+    def begin(self):
+        """Writes what a run has before its first step, so that a full disk shows now."""
+        # drop what a run that was killed had logged after last.pt
+        self.log_bytes = min(self.log_bytes, self.file.tell())      # it was opened at its end
+        self.file.truncate(self.log_bytes)
+        self.file.seek(self.log_bytes)
+        if self.start_step < self.total:      # a complete run keeps its origin
+            record = self.record | {"origin": find_origin()}      # for people
+            (self.folder / "args.json").write_text(json.dumps(record, indent=1))
+        if self.start_step == 0:
+            self.save("last.pt", 0, *self.parts)
+            if not self.measure:
+                self.save("epoch_0000.pt", 0, "model")
 
     def load(self, last: Path):
         """Loads last.pt into the parts. Raises UserError if another run wrote it."""
@@ -128,6 +139,8 @@ class Run:
         state = torch.load(last, map_location="cpu", weights_only=True, mmap=True)
         if changed := common.differences(identity(state), identity(self.record)):
             raise UserError(f"{self.folder} holds another run, so give another --out: {changed}")
+        if state["args"]["data"] != self.args.data:      # moved, or another fold of as many images?
+            note(f"{self.folder}: --data was {state['args']['data']}, is {self.args.data}")
         for name, part in self.parts.items():
             # the loss scale of one precision means nothing in another
             if name != "scaler" or state["amp"] == str(self.process.amp):
@@ -139,12 +152,8 @@ class Run:
     # ------------------------------------------------------------------------- the loop
 
     def steps(self):
-        """Yields the remaining steps, shows a progress bar, and listens to signals."""
-        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:      # nohup ignores it
-            numbers.append(signal.SIGHUP)
-        before = {number: signal.signal(number, self.ask_to_stop) for number in numbers}
-        try:
+        """Yields the remaining steps, in a progress bar, after an evaluation that is due."""
+        with self.listening():
             if self.due:      # the run was stopped before this evaluation, or in it
                 self.evaluate(self.start_step)
             with common.progress_bar(
@@ -152,9 +161,19 @@ class Run:
                     initial=self.start_step, unit="step") as bar:
                 for step in bar:
                     yield step
-                    shown = self.last_line | self.best_scores
-                    bar.set_postfix({name: shown[name] for name in SHOWN if name in shown},
+                    fields = self.last_line | self.best_scores
+                    bar.set_postfix({name: fields[name] for name in BAR_FIELDS if name in fields},
                                     refresh=False)
+
+    @contextlib.contextmanager
+    def listening(self):
+        """A context in which a signal asks the run to stop."""
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:      # nohup ignores it
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self.ask_to_stop) for number in numbers}
+        try:
+            yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -189,15 +208,17 @@ class Run:
         for name, value in (metrics | more).items():
             self.metrics.setdefault(name, []).append(value.detach())
 
-    def end_step(self, step: int, lr: float) -> bool:
-        """Logs, saves and evaluates when each is due -> whether a signal asks all to stop"""
+    def end_step(self, step: int, lr: float):
+        """Logs, saves and evaluates when each is due. Raises Stopped, in all processes, if a signal
+        has asked one of them to stop before the run is complete.
+        """
         done = step + 1
         if self.timed_step is None:      # the first step compiles, so its time does not count
             self.start_clock(done)
         scheduled = done % self.save_every == 0 or done == self.total
         saves = scheduled or done % self.last_every == 0 or done == self.stop_step
         if not saves and done % LOG_EVERY:
-            return False
+            return
         stops = self.log_means(done, lr)
         if scheduled and not self.measure:      # first: after a kill, it is written again
             self.save(f"epoch_{done // self.epoch_steps:04d}.pt", done, "model")
@@ -206,18 +227,21 @@ class Run:
             self.save("last.pt", done, *self.parts)
         if self.due and not stops:              # else the same command evaluates
             self.evaluate(done)
+        stops = stops and (done < self.stop_step or self.due)
         if stops or done == self.stop_step:
             self.report(done, stops)
             # all ranks keep their signal handlers until rank 0 has saved
             self.process.sum(torch.zeros((), device=self.process.device))
+        if stops:
+            raise Stopped(self.stop_signal)
         self.start_clock(done)
-        return stops
 
     def evaluate(self, done: int):
-        """Logs the scores that measure() returns and saves last.pt. If the first score is the
-        highest so far, saves best.pt, too.
+        """Prints and logs the scores that measure() returns, and saves last.pt. If the first score
+        is the highest so far, saves best.pt, too.
         """
         scores = self.measure()
+        note(f"step {done} of {self.total}: {percent(scores)}", sys.stdout)
         self.due = False
         deciding = next(iter(scores))
         if scores[deciding] > self.best_scores.get(deciding, -1.0):
@@ -225,7 +249,6 @@ class Run:
             self.save("best.pt", done, "model")
         self.write_line({"step": done, "epoch": done / self.epoch_steps} | scores)
         self.save("last.pt", done, *self.parts)
-        note(f"step {done} of {self.total}: {percent(scores)}", sys.stdout)
 
     def report(self, done: int, stops: bool):
         """Prints the run's last line. slurm.sh looks for "stopped by" in it."""
@@ -234,10 +257,9 @@ class Run:
                 .format(**self.last_line)]
         if self.best_scores:
             words.append(f"best evaluation: {percent(self.best_scores)}")
-        if stops and (done < self.stop_step or self.due):
+        if stops:
             name = signal.Signals(self.stop_signal).name if self.stop_signal else "a signal"
             words.append(f"stopped by {name}; the same command resumes")
-            common.stopped_by = self.stop_signal
         note("; ".join(words), sys.stdout)
 
     # ---------------------------------------------------------------- log and checkpoints

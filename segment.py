@@ -391,8 +391,8 @@ def main(args) -> dict[str, float]:
 
     return supervised.fit(args, process, segmenter, TrainScenes(scenes, crop, classes, args.seed),
                           compute_loss, evaluate, title=f"UperNet on {args.checkpoint}, {recipe},",
-                          val_images=len(val), encoder=encoder.config,
-                          weights=digest(checkpoint["model"]),
+                          val_image_count=len(val), encoder=encoder.config,
+                          digest=digest(checkpoint["model"]),
                           lr_scale=optim.layerwise_lr(len(encoder.blocks), args.layer_decay))
 
 

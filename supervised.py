@@ -179,6 +179,7 @@ def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dat
     views = (StrongViews(dataset, image_size, args.seed, erase) if strong
              else data.TrainViews(dataset, image_size, args.seed))
     val_views = data.CenterViews(val, image_size)
+    data.check(val, args, process)
     mix = mixup_or_cutmix(len(dataset.classes))
 
     def compute_loss(model: nn.Module, batch: dict) -> dict[str, Tensor]:
@@ -193,7 +194,7 @@ def fit_classifier(args, process: common.Process, model: nn.Module, dataset: Dat
     def evaluate() -> dict[str, float]:
         return accuracy(model, val_views, args, process)
 
-    return fit(args, process, model, views, compute_loss, evaluate, val_images=len(val),
+    return fit(args, process, model, views, compute_loss, evaluate, val_image_count=len(val),
                classes=dataset.classes, **run)
 
 
@@ -230,7 +231,7 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
         return scores
 
     optimizer = optim.adamw(model, args.lr, args.weight_decay, (0.9, 0.999), lr_scale)
-    run = Run(args, process, steps=steps, epoch_steps=epoch_steps, images=len(views),
+    run = Run(args, process, steps=steps, epoch_steps=epoch_steps, image_count=len(views),
               measure=measure, model=model, optimizer=optimizer, **record)
     run.resume()
     parallel = process.parallel(model.train())
@@ -249,6 +250,5 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
             run.log(metrics)
 
         run.log(optim.optimizer_step(optimizer, process.scaler, args.clip_grad))
-        if run.end_step(step, lr):      # logs, saves and evaluates; True after a signal
-            break
+        run.end_step(step, lr)      # logs, saves and evaluates; after a signal, raises Stopped
     return run.best_scores
