@@ -1053,11 +1053,15 @@ class TestBalance:
         late = gradnorm_weights(([math.nan, 1.0], even), ([4.0, 1.0], even), ([2.0, 1.0], even))
         assert late[0] < 1 < late[1]      # what is not finite is no first loss
 
-    def test_all_processes_draw_the_same_random_weights(self):
-        args = pretrain.parse_args(["--balance", "rlw"])
-        drawn = [pretrain.build_balance(args, None, argparse.Namespace(rank=rank, device="cpu"))(3)
-                 for rank in (0, 1)]
-        assert torch.equal(*drawn)
+    def test_all_processes_draw_the_same_random_weights_and_other_seeds_others(self):
+        """PyTorch's generators on a CPU take 32 bits of a seed."""
+        def draw(seed, rank, step):
+            args = pretrain.parse_args(["--balance", "rlw", "--seed", str(seed)])
+            process = argparse.Namespace(rank=rank, device="cpu")
+            return pretrain.build_balance(args, None, process)(step)
+        assert torch.equal(draw(42, 0, 3), draw(42, 1, 3))
+        drawn = [draw(seed, 0, step) for seed in (42, 43, 42 + 2 ** 32) for step in (1, 2)]
+        assert len(torch.stack(drawn).unique(dim=0)) == 6
 
 
 def timm_vit(**kwargs):
@@ -1876,15 +1880,16 @@ class TestMachine:
         """NumPy ignores zeros at the end of a key."""
         drawn = {}
         for key in (("weights", 1), ("weights", 2), ("step", 1, 0, 0), ("step", 1, 1, 0),
+                    ("rlw", 1, 0),
                     ("step", 1, 0, 1), ("step", 2, 0, 0), ("order", 1, 0), ("view", 1, 0, 0),
                     ("step", 1, 0, 0)):
             common.seed_torch(*key)
             numbers = torch.rand(()).item(), common.generator(*key).random()
             assert torch.initial_seed() == common.generator(*key).integers(2 ** 63)
             assert drawn.setdefault(key, numbers) == numbers
-        assert len(set(np.ravel(list(drawn.values())))) == 16
+        assert len(set(np.ravel(list(drawn.values())))) == 18
         shapes = {Shapes(split, 8).stream for split in ("train", "val")}
-        assert len(shapes | set(common.STREAMS.values())) == 6
+        assert len(shapes | set(common.STREAMS.values())) == 7
 
     @pytest.mark.parametrize("flags, world, expected", (
         ("", 1, (16, 312)), ("", 2, (8, 312)), ("", 4, (4, 312)), ("", 8, (2, 312)),
@@ -2176,8 +2181,8 @@ def plain_pretraining(args, world=1):
     last = 0
     for step, share, batch in plain.steps():
         if args.balance == "rlw":
-            generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-            weights = torch.randn(len(objectives), generator=generator).softmax(0)
+            normals = np.random.default_rng((6, args.seed, step)).standard_normal(len(objectives))
+            weights = torch.from_numpy(np.exp(normals) / np.exp(normals).sum()).float()
         if args.balance == "gradnorm" and step > last:
             values, gradients = (torch.stack(x).mean(0) for x in zip(*seen))
             plain.first = values if plain.first is None else plain.first
