@@ -7,6 +7,7 @@ seed and of the step or image (`common.STREAMS`).
 
 import contextlib
 import fcntl
+import functools
 import json
 import math
 import os
@@ -124,8 +125,11 @@ class Run:
 
     def load(self, last: Path):
         """Loads last.pt into the parts. Raises UserError if another run wrote it."""
-        # with mmap, not every process reads the whole file into memory at once
-        state = torch.load(last, map_location="cpu", weights_only=True, mmap=True)
+        read = functools.partial(torch.load, last, map_location="cpu", weights_only=True)
+        try:      # with mmap, not every process reads the whole file into memory at once
+            state = read(mmap=True)
+        except RuntimeError:      # some network file systems have no mmap
+            state = read()
         if changed := common.differences(identity(state), identity(self.record)):
             raise UserError(f"{self.folder} holds another run, so give another --out: {changed}")
         for name, part in self.parts.items():

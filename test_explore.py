@@ -2658,6 +2658,15 @@ class TestResume:
         state, _ = train(stage("pretrain", f"--max-steps 2 --amp {amp}"))
         assert state["scaler"]["scale"] == scale
 
+    def test_a_run_resumes_from_a_disk_without_mmap(self, stage, monkeypatch):
+        _, whole, _ = play("finetune", stage("finetune", out="whole"))
+        argv = stage("finetune")
+        play("finetune", [*argv, "--max-steps", "3"])
+        mmap = Mock(side_effect=RuntimeError("unable to mmap 9 bytes: No such device (19)"))
+        monkeypatch.setattr(torch.UntypedStorage, "from_file", mmap)
+        assert_same_bits(play("finetune", argv)[1], whole)
+        assert mmap.called
+
     def test_a_run_of_another_version_resumes(self, stage, tmp_path, capsys):
         """An earlier version has fewer flags and facts, and a later one more."""
         argv = stage("finetune")
