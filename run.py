@@ -18,6 +18,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,7 +72,7 @@ class Run:
         self.last_line = {}
         self.updated_step = 0           # of the latest line of the log that saw an update
         self.stop_signal = 0            # the number of the signal that asked to stop, or 0
-        self.timed_step = None          # the speed is measured from this step on
+        self.timed_step = 0             # the speed is measured from this step on
         self.timed_since = self.waited = 0.0
 
     # ------------------------------------------------------------------------- resuming
@@ -151,6 +152,7 @@ class Run:
         try:
             if self.due:      # the run was stopped before this evaluation, or in it
                 self.evaluate(self.start_step)
+            self.start_clock(self.start_step)
             with common.progress_bar(
                     range(self.start_step, self.stop_step), self.args.stage, self.stop_step,
                     initial=self.start_step, unit="step") as bar:
@@ -196,11 +198,11 @@ class Run:
     def end_step(self, step: int, lr: float) -> bool:
         """Logs, saves and evaluates when each is due -> whether a signal asks all to stop"""
         done = step + 1
-        if self.timed_step is None:      # the first step compiles, so its time does not count
-            self.start_clock(done)
         scheduled = done % self.save_every == 0 or done == self.total
         saves = scheduled or done % self.last_every == 0 or done == self.stop_step
         if not saves and done % LOG_EVERY:
+            if step == self.start_step:      # it compiles, so its time does not count
+                self.start_clock(done)
             return False
         stops = self.log_means(done, lr)
         if scheduled and not self.measure:      # first: after a kill, it is written again
@@ -233,9 +235,10 @@ class Run:
 
     def report(self, done: int, stops: bool):
         """Prints the run's last line. slurm.sh looks for "stopped by" in it."""
-        words = [f"{self.folder}: step {done} of {self.total}",
-                "{images_per_second:.0f} images/s, {loader_wait:.0%} of the time waiting for data"
-                .format(**self.last_line)]
+        speed = self.last_line["images_per_second"]
+        words = [f"{self.folder}: step {done} of {self.total}", last_losses(self.last_line),
+                 f"{speed:.{1 if speed < 10 else 0}f} images/s, "
+                 f"{self.last_line['loader_wait']:.0%} of the time waiting for data"]
         if self.best_scores:
             words.append(f"best evaluation: {percent(self.best_scores)}")
         if stops and (done < self.stop_step or self.due):
@@ -313,6 +316,12 @@ class Run:
             file.flush()
             os.fsync(file.fileno())            # else a power cut could leave an empty file
         temporary.replace(self.folder / name)
+
+
+def last_losses(line: dict) -> str:
+    """In words, what to look at first in a line of the log"""
+    names = [name for name in ("token", "token_ratio", "dispatch_cv") if name in line] or ["loss"]
+    return ", ".join(f"{name} {np.ravel(line[name])[0]:.3g}" for name in names)      # of expert 0
 
 
 def percent(scores: dict[str, float]) -> str:

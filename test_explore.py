@@ -2989,7 +2989,8 @@ class TestLog:
         monkeypatch.setattr(run.Run, "mean_metrics", mean_metrics)
         train(stage("pretrain", "--max-steps 1"))
 
-    def test_speed_counts_no_first_step_no_evaluation_and_no_saving(self, stage, monkeypatch):
+    def test_speed_counts_no_first_step_no_evaluation_and_no_saving(self, stage, monkeypatch,
+                                                                    capsys):
         """The first step compiles and starts workers, also in a run that resumes, like this one."""
         argv = stage("finetune", "--augment plain --save-every 1")
         play("finetune", [*argv, "--max-steps", "1"])
@@ -3013,6 +3014,21 @@ class TestLog:
         for line in log[1:]:
             assert line["images_per_second"] == pytest.approx(8 / (4 + 6))
             assert line["loader_wait"] == pytest.approx(4 / (4 + 6))
+        assert "; 0.8 images/s, 40% of" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("name, flags", (
+        ("pretrain", ""), ("pretrain", "--experts 0"), ("finetune", "")))
+    def test_a_runs_last_line_has_its_losses_and_its_speed(self, stage, monkeypatch, capsys, name,
+                                                           flags):
+        """A run of one step has but this step to measure."""
+        monkeypatch.setattr(run, "time", Mock(perf_counter=Mock(side_effect=itertools.count())))
+        _, _, (line,) = play(name, stage(name, f"--max-steps 1 {flags}"))
+        fields = ["loss"] if name == "finetune" else ["token", "token_ratio", "dispatch_cv"]
+        values = {field: np.ravel(line[field])[0] for field in fields if field in line}
+        assert list(values) == (fields[:1] if "0" in flags else fields)
+        said = ", ".join(f"{field} {value:.3g}" for field, value in values.items())
+        *_, last = capsys.readouterr().out.splitlines()
+        assert f": step 1 of 8; {said}; 2.7 images/s, 33% of" in last
 
     def test_the_log_holds_each_step_once_after_two_kills(self, stage, monkeypatch):
         monkeypatch.setattr(run, "LOG_EVERY", 1)
