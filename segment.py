@@ -85,6 +85,8 @@ class Scenes(data.ImageFiles):
                             f"{turn}), but its annotation has none: save both upright, without it")
         with naming(f"cannot read the annotation {self.annotations[index]}"):
             picture = Image.open(self.annotations[index])
+            if picture.format != "PNG":      # JPEG changes class numbers, and Pillow's GIF, too
+                raise ValueError(f"it is in the format {picture.format}; expected PNG")
             stored = picture.tile[0][3]      # the file's own mode, such as "L;4" for 4-bit gray
             if picture.mode not in ("L", "P") or stored in ("L;2", "L;4"):
                 # Pillow would rescale 4-bit gray values, and convert("P") renumbers colors

@@ -3547,8 +3547,9 @@ class TestSegmentation:
 
     @pytest.mark.parametrize("content, expected", (
         (np.zeros((50, 72, 3)), "it is RGB"), (4, "it is L;4"), (np.zeros((7, 9)), "shape (7, 9)"),
-        (np.full((36, 72), 12), "--classes 11")),
-        ids=("in color", "of four bits", "of another shape", "with more classes"))
+        (np.full((36, 72), 12), "--classes 11"), ("JPEG", "the format JPEG"),
+        ("GIF", "the format GIF")),
+        ids=("in color", "of four bits", "of another shape", "with more classes", "JPEG", "GIF"))
     def test_an_annotation_that_cannot_be_right_is_named(self, scenes, tmp_path, content, expected):
         root = Path(shutil.copytree(scenes, tmp_path / "scenes"))
         path = root / "annotations/training/3.png"
@@ -3556,6 +3557,8 @@ class TestSegmentation:
             path.write_bytes(four_bit_png(np.array(Image.open(path))))
             assert np.array(Image.open(path)).max() > 11      # Pillow scales them
         else:
+        elif isinstance(content, str):      # under a name that ends with .png
+            Image.open(path).save(path, format=content)
             Image.fromarray(content.astype(np.uint8)).save(path)
         views = segment.TrainScenes(segment.Scenes(str(root), "training"), 32, 11, 7)
         with pytest.raises(common.UserError, match=re.escape(expected)) as caught:
