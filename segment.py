@@ -347,6 +347,14 @@ def evaluate_scenes(model: Segmenter, views: EvalScenes, args, process: common.P
     return score(matrix[1:])
 
 
+def check_scenes(views: EvalScenes, args, process: common.Process):
+    """Reads all validation scenes once, before the first step. Otherwise, a wrong annotation would
+    end the run at its first evaluation, hours later. Raises UserError.
+    """
+    for _ in data.eval_batches(views, 1, args, process, "check"):
+        pass
+
+
 def main(args) -> dict[str, float]:
     """Returns the scores of the best evaluation."""
     process = common.Process(args)
@@ -362,6 +370,9 @@ def main(args) -> dict[str, float]:
     else:
         scenes, val = (Scenes(args.data, split, args.zero_is_class)
                        for split in ("training", "validation"))
+    val_views = EvalScenes(val, crop, classes)
+    if not drawn:
+        check_scenes(val_views, args, process)
 
     common.seed_torch("weights", args.seed)
     encoder = load_encoder(checkpoint, crop // patch_size, args.drop_path)
@@ -385,8 +396,6 @@ def main(args) -> dict[str, float]:
             for logits in outputs)
         loss = main_loss + AUXILIARY_WEIGHT * auxiliary
         return {"loss": loss, "main": main_loss, "auxiliary": auxiliary}
-
-    val_views = EvalScenes(val, crop, classes)
 
     def evaluate() -> dict[str, float]:
         return evaluate_scenes(segmenter, val_views, args, process)

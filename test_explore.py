@@ -2546,7 +2546,7 @@ class TestResume:
     @pytest.mark.parametrize("name, every, done", (
         ("finetune", 1, 4), ("segment", 8, 8)))
     def test_what_ends_an_evaluation_costs_no_training(self, stage, photos, scenes, tmp_path,
-                                                       capsys, name, every, done):
+                                                       monkeypatch, capsys, name, every, done):
         """The same command evaluates again, also after the last step."""
         root = Path(shutil.copytree(photos if name == "finetune" else scenes, tmp_path / "data"))
         image = root / ("val/class_1/0.jpg" if name == "finetune" else "images/validation/1.jpg")
@@ -2554,8 +2554,9 @@ class TestResume:
         flags = f"--save-every {every} --data {root}"
         _, expected, log = play(name, stage(name, flags, out="whole"))
         argv = stage(name, flags)
-        break_image(image)
-        assert str(image) in refusal(capsys, name, *argv)
+        with monkeypatch.context() as patch:
+            at_step(patch, 1, lambda: break_image(image))
+            assert str(image) in refusal(capsys, name, *argv)
         stopped, _ = read_run(tmp_path / "run")
         assert stopped["step"] == done and stopped["evaluation_due"]
         assert str(image) in refusal(capsys, name, *argv)
@@ -3556,14 +3557,24 @@ class TestSegmentation:
         if isinstance(content, int):
             path.write_bytes(four_bit_png(np.array(Image.open(path))))
             assert np.array(Image.open(path)).max() > 11      # Pillow scales them
-        else:
         elif isinstance(content, str):      # under a name that ends with .png
             Image.open(path).save(path, format=content)
+        else:
             Image.fromarray(content.astype(np.uint8)).save(path)
         views = segment.TrainScenes(segment.Scenes(str(root), "training"), 32, 11, 7)
         with pytest.raises(common.UserError, match=re.escape(expected)) as caught:
             views[0, 3]
         assert str(path) in str(caught.value)
+
+    def test_a_class_that_only_validation_has_is_named_before_the_first_step(
+            self, stage, scenes, tmp_path, capsys):
+        root = Path(shutil.copytree(scenes, tmp_path / "scenes"))
+        path = root / "annotations/validation/2.png"
+        Image.fromarray(np.where(np.array(Image.open(path)) > 1, 12, 1).astype(np.uint8)).save(path)
+        argv = stage("segment", f"--data {root} --workers 1")
+        error = refusal(capsys, "segment", *argv)
+        assert error.startswith(f"--classes 11: the annotation {path} has class 12")
+        assert not (tmp_path / "run").exists()
 
     def test_drawn_shapes_are_segmented_and_evaluated_on_others(self, stage, monkeypatch):
         """They have 11 classes and ADE20K has 150, unless --classes says otherwise."""
