@@ -154,8 +154,9 @@ def collect(checkpoint: dict, encoder: ViT, name: str, args, process: common.Pro
     return Seen(pictures, sampled, entering, dispatch, torch.cat(losses) if teacher else None)
 
 
-def analyze_checkpoint(path: str, name: str, args, process: common.Process) -> dict:
-    """Measures one checkpoint on the set `name` -> what is written and drawn. Raises UserError.
+def analyze_checkpoint(path: str, name: str | None, args, process: common.Process) -> dict:
+    """Measures one checkpoint on the set `name`, or on its own set -> what is written and drawn.
+    Raises UserError.
 
     numbers: for routing.json
     images: uint8 [SHOWN_IMAGES, 3, S, S]
@@ -166,6 +167,7 @@ def analyze_checkpoint(path: str, name: str, args, process: common.Process) -> d
         teacher
     """
     checkpoint = load_checkpoint(path)
+    name = name or data.recorded_or_default(checkpoint["args"].get("data"))
     encoder = load_encoder(checkpoint).to(process.device).eval()
     blocks = encoder.moe_blocks
     if not blocks:
@@ -181,7 +183,8 @@ def analyze_checkpoint(path: str, name: str, args, process: common.Process) -> d
 
     # The numbers of each block; lists have one for each expert.
     file = Path(path).resolve()
-    numbers = {"checkpoint": path, "name": f"{file.parent.name}/{file.stem}", "block": shown,
+    numbers = {"checkpoint": path, "name": f"{file.parent.name}/{file.stem}", "data": name,
+               "block": shown,
                "loss_weights": checkpoint["args"].get("loss_weights", "dispatch"),
                "images": len(seen.sampled), "blocks": []}
     for i, weights in seen.dispatch.items():
@@ -356,15 +359,16 @@ def draw_correlation(models: list[dict], path: Path):
 def main(args) -> list[dict]:
     """-> the numbers of routing.json, one dict for each checkpoint"""
     process = common.Process(args)
-    models = []
-    name = args.data or data.trained_on(load_checkpoint(args.checkpoints[0]))      # of all
+    out = Path(args.out or Path(args.checkpoints[0]).parent)
+    out.mkdir(parents=True, exist_ok=True)
+    open(out / "routing.json", "a").close()      # before the work: one may not write there
+    models, name = [], args.data
     print(LEGEND)
     for path in args.checkpoints:
         models.append(analyze_checkpoint(path, name, args, process))      # one at a time in memory
+        name = models[0]["numbers"]["data"]      # all see the first one's set
         report(models[-1]["numbers"])
     numbers = [model["numbers"] for model in models]
-    out = Path(args.out or Path(args.checkpoints[0]).parent)
-    out.mkdir(parents=True, exist_ok=True)
     (out / "routing.json").write_text(json.dumps(rounded(numbers), indent=1) + "\n")
     experts = SHOWN_EXPERTS if len(models) <= 2 else 1
     draw_heatmaps(models, experts, out / "heatmaps.png")

@@ -3239,6 +3239,7 @@ class TestKNN:
         for name in ("shapes", "gone"):
             torch.save(torch.load(encoder) | {"args": {"data": name}}, tmp_path / f"{name}.pt")
         trained = str(tmp_path / "shapes.pt")
+        loaded = spy(monkeypatch, torch, "load")
         for argv, seen in (([trained, encoder], "shapes"), ([encoder, trained], photos),
                            (["timm/test_vit/random", trained], photos),
                            ([str(tmp_path / "gone.pt")], photos),
@@ -3246,6 +3247,7 @@ class TestKNN:
             knn.main(knn.parse_args([*argv, "--out", str(tmp_path), *QUICK]))
             row = json.loads((tmp_path / "knn.jsonl").read_text().splitlines()[-1])
             assert row["data"] == seen
+        assert len(loaded) == 2 + 2 + 1 + 1 + 1      # each checkpoint once
 
     def test_features_that_are_not_finite_have_no_accuracy(self, stage, encoder, tmp_path, capsys):
         file = torch.load(encoder)
@@ -3253,7 +3255,26 @@ class TestKNN:
         torch.save(file, tmp_path / "inf.pt")
         error = refusal(capsys, "knn", str(tmp_path / "inf.pt"), *stage("knn")[1:])
         assert error.startswith(str(tmp_path / "inf.pt"))
-        assert not (tmp_path / "run" / "knn.jsonl").exists()
+        assert not run.read_lines(tmp_path / "run" / "knn.jsonl")
+
+    def test_a_folder_that_one_may_not_write_to_shows_before_the_work(self, stage, encoder,
+                                                                      monkeypatch, tmp_path):
+        (tmp_path / "run" / "knn.jsonl").mkdir(parents=True)
+        (tmp_path / "run" / "routing.json").mkdir()
+        work = spy(monkeypatch, data, "load")
+        _, *flags = stage("knn")
+        for name in ("knn", "analyze"):
+            with pytest.raises(IsADirectoryError, match="run"):
+                SCRIPTS[name].main(SCRIPTS[name].parse_args([encoder, *flags]))
+        assert not work
+
+    @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+    def test_an_accuracy_whose_row_cannot_be_written_is_printed(self, stage, tmp_path, capsys):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "knn.jsonl").symlink_to("/dev/full")
+        with pytest.raises(OSError, match="No space left"):
+            knn.main(knn.parse_args(stage("knn")))
+        assert "% k-NN on " in capsys.readouterr().out
 
     def test_a_row_that_stdout_cannot_show_is_kept(self, stage, encoder, monkeypatch, tmp_path):
         path = str(shutil.copy(encoder, tmp_path / "ü.pt"))
@@ -3734,9 +3755,13 @@ class TestAnalyze:
         assert axis.lines[0].get_slope() == pytest.approx(np.polyfit(weight, loss, 1)[0])
 
     def test_all_models_see_the_images_of_the_first_ones_set(self, write_student, monkeypatch):
-        paths = [write_student(name, data=name) for name in ("shapes", "shapes-noise")]
+        paths = [write_student(name, data=name, teacher=None)
+                 for name in ("shapes", "shapes-noise")]
         opened = spy(monkeypatch, data, "open_images")
-        analyze.main(analyze.parse_args([*paths, *FIVE[2:]]))
+        loaded = spy(monkeypatch, torch, "load")
+        numbers = analyze.main(analyze.parse_args([*paths, *FIVE[2:]]))
+        assert [each["data"] for each in numbers] == ["shapes"] * 2
+        assert [call.args[0] for call in loaded] == paths      # each once
         assert [call.args[0] for call in opened] == ["shapes"] * 2
 
     def test_of_many_checkpoints_expert_0_is_drawn_in_their_order(self, write_student, drawn):
