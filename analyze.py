@@ -33,7 +33,7 @@ import common
 import data
 from common import UserError, non_negative_int, positive_int, rounded
 from encoders import FrozenEncoder, build_frozen, load_checkpoint, load_encoder, load_student
-from losses import dispatch_cv, dispatch_entropy, token_loss
+from losses import EXPERTS, dispatch_cv, dispatch_entropy, token_loss
 from model import ViT, normalize
 from plot import plain
 
@@ -162,6 +162,7 @@ def analyze_checkpoint(path: str, name: str | None, args, process: common.Proces
     images: uint8 [SHOWN_IMAGES, 3, S, S]
     weights: the dispatch weights of the images' patches in the block of the pictures,
         [SHOWN_IMAGES, N, E], where 1 is uniform
+    labels: the name of each expert, and the loss that it weighted
     losses: the patches' token losses, [SHOWN_IMAGES, N], or None without a teacher
     points: expert 0's weight and the token loss of sampled patches, [2, M'], or None without a
         teacher
@@ -207,7 +208,22 @@ def analyze_checkpoint(path: str, name: str | None, args, process: common.Proces
     losses = None if seen.losses is None else seen.losses[:SHOWN_IMAGES].clone().cpu()
     # cloned, because a slice alone would keep the weights of all images in memory
     return dict(numbers=numbers, images=seen.pictures, losses=losses,
+                labels=expert_labels(checkpoint["args"], weights.shape[2]),
                 weights=weights[:SHOWN_IMAGES].clone().cpu(), points=points)
+
+
+def expert_labels(args: dict, experts: int) -> list[str]:
+    """Names each expert with the loss that its weights multiplied in a run with the flags `args`.
+    Checkpoints of other programs do not say which loss.
+    """
+    if "objective" not in args:
+        return [f"expert {expert}" for expert in range(experts)]
+    weighted = {EXPERTS["token"]: "token loss"}
+    if "pixel" in args["objective"] and args["encoding"] == "dense":
+        weighted[EXPERTS["pixel"]] = "pixel loss"
+    if args["loss_weights"] == "uniform":
+        weighted = {}
+    return [f"expert {expert} ({weighted.get(expert, 'no loss')})" for expert in range(experts)]
 
 
 def with_block(numbers: dict) -> dict:
@@ -280,7 +296,7 @@ def weight_rows(models: list[dict], experts: int) -> list[Row]:
         title = (f"{model['numbers']['name']}: dispatch weights from {each.min():.2f} to "
                  f"{each.max():.2f}{other_weights(model['numbers'])}")
         for expert in range(each.shape[2]):
-            rows.append(Row(title, f"expert {expert}", each[..., expert], style))
+            rows.append(Row(title, model["labels"][expert], each[..., expert], style))
             title = ""      # it stands above a model's first row
     return rows
 

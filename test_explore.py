@@ -3782,6 +3782,22 @@ class TestAnalyze:
             error = refusal(capsys, "analyze", path, *FIVE)
             assert error.startswith(f"{path}: ") and "not finite" in error
 
+    @pytest.mark.parametrize("flags, said", (
+        ("--objective token_cls", ["token loss", "no loss", "no loss"]),
+        ("--objective token_pixel", ["token loss", "no loss", "no loss"]),
+        ("--objective token_pixel --encoding dense", ["token loss", "pixel loss", "no loss"]),
+        ("--objective token_pixel --encoding dense --loss-weights uniform", ["no loss"] * 3),
+        ("", ["", "", ""])))
+    def test_rows_of_heatmaps_say_which_loss_an_expert_weights(self, write_student, drawn, flags,
+                                                               said):
+        """A checkpoint of another program does not know."""
+        args = vars(pretrain.parse_args(flags.split())) if flags else {}
+        show(write_student("a", **args | dict(teacher=None, loss_block=None)))
+        labels = [axis.get_ylabel() for axis in drawn["heatmaps.png"].axes[5::5]]
+        expected = [f"expert {expert}" + f" ({loss})" * bool(loss)
+                    for expert, loss in enumerate(said)]
+        assert labels[:3] == expected
+
     def test_a_picture_says_if_the_loss_had_other_weights(self, write_student, drawn, capsys):
         for kind, said in (("uniform", 2), ("combine", 2), ("dispatch", 0)):
             numbers, = show(write_student(kind, loss_weights=kind))
