@@ -334,24 +334,28 @@ def draw_row(axes, images: np.ndarray, row: Row):
 
 
 def draw_blocks(models: list[dict], experts: int, path: Path):
-    """Silhouette, entropy, variation and [CLS] share over blocks, a line for each expert.
+    """Silhouette, entropy, variation and [CLS] share over blocks, a line for each expert. A dotted
+    line has the value of uniform weights or, for the silhouette, of tokens that are not separated.
 
     Experts differ by color, and the second of two models is dashed. More than two models differ
     by color, from dark to light in the order given.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
-    panels = {      # title, what the axis says, and its lower end
-        "silhouette": ("silhouette of tokens by expert", "1: separated, 0: mixed", -1),
-        "entropy": ("entropy of dispatch weights", "nats, at most ln(tokens)", 0),
+    tokens = 1 + models[0]["weights"].shape[1]
+    panels = {      # title, what the axis says, and where the dotted line is
+        "silhouette": ("silhouette of tokens by expert", "1: separated, 0: mixed", 0),
+        "entropy": ("entropy of dispatch weights", "nats, at most ln(tokens)", math.log(tokens)),
         "dispatch_cv": ("variation over patches", "standard deviation / mean", 0),
-        "cls_share": ("dispatch weight of [CLS]", "share, 1 / tokens if uniform", 0)}
+        "cls_share": ("dispatch weight of [CLS]", "share, 1 / tokens if uniform", 1 / tokens)}
     blocks = sorted({row["block"] for model in models for row in model["numbers"]["blocks"]})
     several = len(models) > 2
     shades = colormaps["viridis"](np.linspace(0, 0.9, len(models)))
     figure = Figure(figsize=(14, 3.2), layout="constrained")
     axes = figure.subplots(1, len(panels))
-    for axis, (name, (title, unit, low)) in zip(axes, panels.items()):
+    for axis, (name, (title, unit, uniform)) in zip(axes, panels.items()):
+        axis.axhline(uniform, color="gray", linestyle=":")
+        axis.ticklabel_format(useOffset=False)
         axis.set(xlabel="Soft-MoE block", xticks=blocks, ylabel=unit)
         axis.set_title(title, fontsize="medium")
         for i, model in enumerate(models):
@@ -366,8 +370,7 @@ def draw_blocks(models: list[dict], experts: int, path: Path):
                 axis.plot([row["block"] for row in rows], line,
                           "--s" if i == 1 and not several else "-o", color=color,
                           label=plain(f"{model['numbers']['name']}, expert {expert}"))
-        axis.set_ylim(low, 1 if name == "silhouette" else 1.05 * axis.dataLim.ymax)
-    lines = axes[1].lines
+    lines = axes[1].lines[1:]      # without the dotted one
     figure.legend(handles=lines, loc="outside right center", ncols=math.ceil(len(lines) / 16),
                   fontsize=8)
     figure.savefig(path, dpi=90)

@@ -3769,9 +3769,16 @@ class TestAnalyze:
         assert [numbers["name"] for numbers in models] == ["c/last", "a/last", "b/last"]
         for axis, name in zip(drawn["blocks.png"].axes,
                               ("silhouette", "entropy", "dispatch_cv", "cls_share")):
-            for line, numbers in zip(axis.lines, models, strict=True):
+            uniform, *lines = axis.lines
+            for line, numbers in zip(lines, models, strict=True):
                 values = {row["block"]: np.ravel(row[name])[0] for row in numbers["blocks"]}
                 assert dict(zip(*line.get_data())) == values
+            assert uniform.get_ydata()[0] == dict(entropy=math.log(17), cls_share=1 / 17).get(
+                name, 0)
+            # lines that differ little do not lie on top of each other
+            low, high = axis.get_ylim()
+            assert high - low == pytest.approx(1.1 * np.ptp(np.concatenate(
+                [line.get_ydata() for line in axis.lines])))
 
     def test_features_that_are_not_finite_have_no_numbers(self, write_student, capsys):
         path = write_student("a")
