@@ -39,6 +39,7 @@ from plot import plain
 
 SHOWN_IMAGES = 6           # at most, in heatmaps.png
 SHOWN_EXPERTS = 8          # at most, in pictures
+SHOWN_SIZE = 224           # pixels at least, in heatmaps.png: more than a small student sees
 SAMPLED_TOKENS = 10_000      # about as many for the silhouette: distances of all pairs take 400 MB
 LEGEND = """Expert 0 in the block whose router weights the losses, or in --block:
   dispatch_cv  the standard deviation of its weights over an image's patches, over their mean
@@ -110,7 +111,7 @@ class Seen(NamedTuple):
     """What an encoder and its teacher make of M images. Models of one image and patch size see the
     same images, and the same tokens are sampled.
     """
-    pictures: Tensor                # the first images, uint8 [SHOWN_IMAGES, 3, S, S]
+    pictures: Tensor                # the first images, uint8 [SHOWN_IMAGES, 3, P, P], for people
     sampled: Tensor                 # bool [M, T], the tokens for silhouette and correlation
     entering: dict[int, Tensor]     # {MoE block: the M' sampled tokens that enter it, [M', D]}
     dispatch: dict[int, Tensor]     # {MoE block: its dispatch weights, [M, T, E]}
@@ -150,7 +151,8 @@ def collect(checkpoint: dict, encoder: ViT, name: str, args, process: common.Pro
                             f"with --amp {args.amp}")
     entering, dispatch = ({i: torch.cat(parts) for i, parts in each.items()}
                           for each in (entering, dispatch))
-    pictures = torch.stack([views[i]["image"] for i in indices[:SHOWN_IMAGES].tolist()])
+    pictures = torch.stack([data.center_view(views.dataset[i][0], max(size, SHOWN_SIZE))
+                            for i in indices[:SHOWN_IMAGES].tolist()])
     return Seen(pictures, sampled, entering, dispatch, torch.cat(losses) if teacher else None)
 
 
@@ -159,7 +161,7 @@ def analyze_checkpoint(path: str, name: str | None, args, process: common.Proces
     Raises UserError.
 
     numbers: for routing.json
-    images: uint8 [SHOWN_IMAGES, 3, S, S]
+    images: uint8 [SHOWN_IMAGES, 3, P, P]
     weights: the dispatch weights of the images' patches in the block of the pictures,
         [SHOWN_IMAGES, N, E], where 1 is uniform
     labels: the name of each expert, and the loss that it weighted
@@ -264,7 +266,7 @@ def draw_heatmaps(models: list[dict], experts: int, path: Path):
 
     Red patches have more than the uniform weight, blue ones less.
     """
-    images = models[0]["images"].permute(0, 2, 3, 1).numpy()                        # [M, S, S, 3]
+    images = models[0]["images"].permute(0, 2, 3, 1).numpy()                        # [M, P, P, 3]
     rows = weight_rows(models, experts)
     taught = [model for model in models if model["losses"] is not None]
     rows += map(loss_row, taught[-1:])

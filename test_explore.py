@@ -3706,7 +3706,8 @@ class TestAnalyze:
         loss = losses.token_loss(predicted, targets)[:, 1:]
         pair = torch.stack([weight[..., 0], loss])[:, sampled[:, 1:]]
         assert numbers["correlation"] == pytest.approx(torch.corrcoef(pair)[0, 1].item(), abs=1e-4)
-        assert torch.equal(measured["images"], views)
+        pictures = torch.stack([data.center_view(images[i][0], 224) for i in chosen])
+        assert torch.equal(measured["images"], pictures)
         assert torch.allclose(measured["weights"], 17 * weight, atol=1e-4)      # 1 is uniform
         assert np.allclose(measured["points"], pair * torch.tensor([[17.0], [1.0]]), atol=1e-4)
 
