@@ -3637,7 +3637,7 @@ FIVE = ["--data", "shapes", "--images", "5", "--seed", "3", *QUICK]      # drawn
 
 def show(*argv):
     """Runs analyze.py on five images -> its numbers, a dict for each checkpoint"""
-    return analyze.main(analyze.parse_args([*argv, *FIVE]))
+    return analyze.main(analyze.parse_args([*FIVE, *argv]))
 
 
 class TestAnalyze:
@@ -3748,6 +3748,19 @@ class TestAnalyze:
         half = np.quantile(abs(weights - 1), 0.99)
         for image in axes[1:].flat:      # one scale, by which rows can be compared
             assert np.allclose(image.images[1].get_clim(), (max(0, 1 - half), 1 + half))
+
+    def test_a_photograph_stands_beside_its_heatmaps(self, write_student, photos, drawn):
+        """Neither the student's set nor its teacher is at hand."""
+        path = write_student("a", data="gone", teacher="gone.pt")
+        photo = f"{photos}/val/class_1/2.jpg"
+        show(path, "--data", photo, "--images", "200")
+        picture, *heatmaps, _ = drawn["heatmaps.png"].axes
+        view = data.center_view(data.read_image(photo), 224).permute(1, 2, 0)
+        assert np.array_equal(picture.images[0].get_array(), view)
+        assert [axis.get_ylabel() for axis in heatmaps] == ["expert 0", "expert 1", "expert 2"]
+        for axis in heatmaps:      # on the right, and the patches cover the photograph
+            assert axis.get_position().x0 > picture.get_position().x1
+            assert axis.images[1].get_extent() == [0, 224, 224, 0]
 
     def test_the_line_is_the_regression_of_loss_on_weight(self, write_student, drawn):
         show(write_student("a"))
