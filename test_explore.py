@@ -46,7 +46,6 @@ import torch.nn.functional as F
 import torchvision
 from PIL import Image, ImageOps
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
@@ -67,7 +66,7 @@ import run
 import segment
 import supervised
 from encoders import build_frozen
-from experiments import compare, measures, photos_tables, results
+from experiments import compare, macs, measures, photos_tables, results
 from experiments import photos as photos_experiment
 from shapes import Shapes
 
@@ -583,14 +582,10 @@ class TestViT:
         (0, 85.8, 17.45), (2, 114.2, 11.93), (16, 510.9, None), (32, 964.3, None),
         (64, 1871.2, 13.86)))
     def test_vit_base_has_the_papers_parameters_and_multiplications(self, experts, millions, giga):
-        with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        with torch.device("meta"):
             vit = model.build_vit("vit_base", experts=experts)
-            for block in vit.blocks:
-                block(torch.empty(1, 197, 768))
         assert sum(p.numel() for p in vit.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
-        assert not giga or counter.get_total_flops() / 2e9 == pytest.approx(giga, abs=0.006)
         assert vit.moe_blocks == ([1, 3, 5, 7, 9, 11] if experts else [])
-        from experiments import macs
         assert not giga or macs.encoder_macs(vit) / 1e9 == pytest.approx(giga, abs=0.006)
 
     @pytest.mark.parametrize("name, patch_size", (
