@@ -100,9 +100,11 @@ needs_loopback = pytest.mark.skipif(not loopback(), reason="no network interface
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """Every test has the same random numbers."""
+    """Every test has the same random numbers. A test that fails leaves no program behind."""
     torch.manual_seed(0)
     common.stopped_by = 0
+    yield
+    end_programs()
 
 
 def normalized(images):
@@ -286,6 +288,7 @@ def loading():
 
 # To import PyTorch and timm takes seconds. This server does it once, and forks itself for each
 # program that a test starts.
+STARTED = []      # that the test at hand has started
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["timm.data", "torch", "torchvision.transforms.v2", "tqdm"])
 PROGRAM = """
@@ -309,6 +312,7 @@ def start(script, *argv, folder=HERE, **variables):
                  argv=[str(Path(folder, script)), *map(str, argv)], here=str(HERE))
     program = SERVER.Process(target=exec, args=(PROGRAM, names))
     program.start()
+    STARTED.append(program)
     return program, files
 
 
@@ -316,12 +320,20 @@ def finish(started):
     """Waits for a program -> (exit code, standard output, standard error)"""
     program, files = started
     program.join(300)
-    if program.exitcode is None:
-        os.killpg(program.pid, signal.SIGKILL)
-        program.join()
     with files as folder:
         return program.exitcode, *(Path(folder, name).read_text("utf-8")
                                    for name in ("out", "error"))
+
+
+def end_programs():
+    """Kills the programs of a test that are still there: they may wait for one that has failed."""
+    while STARTED:
+        program = STARTED.pop()
+        if program.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):      # it has no session yet
+                os.killpg(program.pid, signal.SIGKILL)
+            program.kill()
+            program.join()
 
 
 def run_command(*argv, **kwargs):
@@ -355,8 +367,9 @@ def run_two(script, *argv):
     return "".join(out for _, out, _ in ends)
 
 
-def driver(tmp_path, fault="None", log_every=1, first=""):
-    """Writes a program that pretrains, and evaluates `fault` in the middle of each step -> its path
+def driver(tmp_path, fault="None", log_every=1, first="", stage="pretrain"):
+    """Writes a program that runs a stage, and evaluates `fault` in the middle of each step -> its
+    path
 
     `fault` is an expression of `step`, counted from 1, and `rank`. `first` are lines that run
     before the training.
@@ -365,14 +378,29 @@ def driver(tmp_path, fault="None", log_every=1, first=""):
     path.write_text(f"""
 import itertools, os, signal, subprocess, sys, time, torch
 sys.path.insert(0, {str(HERE)!r})
-import optim, common, run, pretrain
+import optim, common, run, {stage}
 {first}
 set_rate, steps, rank = optim.set_rate, itertools.count(1), os.environ.get("RANK")
 optim.set_rate = lambda *args: (step := next(steps), {fault}, set_rate(*args))
 run.LOG_EVERY = {log_every}
-common.launch(pretrain.main, pretrain.parse_args())
+common.launch({stage}.main, {stage}.parse_args())
 """, "utf-8")
     return path
+
+
+# lines of a driver: each forward pass of DDP prints whether gradients are exchanged after it
+SAY_SYNC = """
+class Parallel(common.DistributedDataParallel):
+    def forward(self, *args):
+        print("exchanged" if self.require_backward_grad_sync else "kept", flush=True)
+        return super().forward(*args)
+common.DistributedDataParallel = Parallel
+"""
+
+
+def exchanges(out):
+    """What SAY_SYNC printed"""
+    return re.findall("^(exchanged|kept)$", out, re.M)
 
 
 def huber(pred, target):
@@ -1854,6 +1882,12 @@ class TestShapes:
 
 
 class TestMachine:
+    def test_a_test_that_fails_leaves_no_program_behind(self, tmp_path):
+        write_text(tmp_path / "wait.py", "import signal, subprocess\nsignal.pause()")
+        program, _ = start(tmp_path / "wait.py")
+        end_programs()
+        assert not program.is_alive() and not STARTED
+
     @pytest.mark.parametrize("flag, precision", (
         ("fp16", None), ("off", None), ("bf16", torch.bfloat16)))
     def test_without_cuda_fp16_becomes_float32(self, flag, precision):
@@ -2369,7 +2403,8 @@ class TestPlainLoops:
     @needs_loopback
     def test_pretraining_in_two_processes_equals_a_plain_loop(self, stage, tmp_path):
         argv = stage("pretrain", ODD + "--micro-batch 2 --balance gradnorm --gradnorm-lr 0.3")
-        run_two(driver(tmp_path), *argv)
+        out = run_two(driver(tmp_path, first=SAY_SYNC), *argv)
+        assert exchanges(out) == ["kept", "kept", "exchanged"] * 4 * 2
         plain = plain_pretraining(pretrain.parse_args(argv), world=2)
         state, log = read_run(tmp_path / "run")
         plain.equals(state, log)
@@ -2400,7 +2435,8 @@ class TestPlainLoops:
     def test_finetuning_in_two_processes_equals_a_plain_loop(self, stage, tmp_path):
         argv = stage("finetune", f"{ODD_SUPERVISED} --recipe none --drop-path 0.4 "
                      "--layer-decay 0.5 --augment plain")
-        run_two("finetune.py", *argv)
+        out = run_two(driver(tmp_path, first=SAY_SYNC, stage="finetune"), *argv)
+        assert exchanges(out) == ["kept", "exchanged"] * 3 * 2
         args = finetune.parse_args(argv)
         plain, trained, classify = plain_supervised("finetune", args, world=2)
         plain.equals(*read_run(tmp_path / "run"))
@@ -2428,6 +2464,18 @@ class TestPlainLoops:
         plain.equals(state, log)
         miou = plain_miou(args, state, trained, predict)
         assert log[-1]["miou"] == pytest.approx(miou, rel=1e-5)
+
+    @pytest.mark.parametrize("name", ("pretrain", "finetune", "linear", "ep", "segment", "knn",
+                                      "analyze"))
+    def test_every_stage_computes_in_the_precision_of_amp(self, stage, monkeypatch, name):
+        """The teacher and evaluations, too"""
+        calls = spy(monkeypatch, F, "scaled_dot_product_attention")
+        flags = "--save-every 4 --max-steps 4 " if name == "segment" else "--max-steps 8 "
+        if name in ("knn", "analyze"):
+            flags = ""
+        argv = stage("knn" if name == "analyze" else name, flags + "--amp bf16")
+        SCRIPTS[name].main(SCRIPTS[name].parse_args(argv))
+        assert {call.args[0].dtype for call in calls} == {torch.bfloat16}
 
     @needs_loopback
     def test_two_processes_evaluate_the_segmenter_that_is_saved(self, stage, tmp_path):
