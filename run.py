@@ -46,13 +46,14 @@ class Run:
     weights: digest of the pretrained weights that the run starts from, or learns from
     measure: returns scores in percent; the first one decides which model best.pt keeps. Pretraining
         measures nothing, and keeps an epoch_NNNN.pt every --save-every epochs.
+    log_every: steps between lines of the log, LOG_EVERY by default; a signal waits for a line
     parts: the objects whose state dicts last.pt holds, by name; other checkpoints hold only the
         model's state dict
     """
 
     def __init__(self, args, process: Process, title: str, *, steps: int, epoch_steps: int,
                  images: int, val_images: int = 0, encoder, weights: str = "", classes=(),
-                 measure=None, **parts):
+                 measure=None, log_every: int | None = None, **parts):
         self.args, self.process, self.title, self.measure = args, process, title, measure
         self.folder = Path(args.out)
         self.total, self.epoch_steps = steps, epoch_steps
@@ -60,6 +61,7 @@ class Run:
         self.save_every = self.last_every = args.save_every
         if "epochs" in args:      # segmentation counts in iterations
             self.save_every, self.last_every = args.save_every * epoch_steps, epoch_steps
+        self.log_every = log_every or LOG_EVERY
         self.stop_step = min(steps, args.max_steps or steps)
         self.parts = parts | {"scaler": process.scaler}
         self.record = {"args": vars(args), "images": images, "val_images": val_images,
@@ -200,7 +202,7 @@ class Run:
         done = step + 1
         scheduled = done % self.save_every == 0 or done == self.total
         saves = scheduled or done % self.last_every == 0 or done == self.stop_step
-        if not saves and done % LOG_EVERY:
+        if not saves and done % self.log_every:
             if step == self.start_step:      # it compiles, so its time does not count
                 self.start_clock(done)
             return False

@@ -30,6 +30,7 @@ from model import IMAGENET_MEAN, ViT, normalize
 # the auxiliary head's loss weight and width, from the release's configuration of mmsegmentation
 AUXILIARY_WEIGHT = 0.4
 AUXILIARY_WIDTH = 256
+CPU_LOG_EVERY = 5      # steps between lines of the log: a step takes 8 s, and a signal waits for it
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -403,6 +404,7 @@ def main(args) -> dict[str, float]:
     return supervised.fit(args, process, segmenter, TrainScenes(scenes, crop, classes, args.seed),
                           compute_loss, evaluate, title=f"UperNet on {args.checkpoint}, {recipe},",
                           val_images=len(val), encoder=encoder.config,
+                          log_every=CPU_LOG_EVERY if process.device.type == "cpu" else None,
                           weights=digest(checkpoint["model"]),
                           lr_scale=optim.layerwise_lr(len(encoder.blocks), args.layer_decay))
 
