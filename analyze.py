@@ -405,6 +405,7 @@ def draw_correlation(models: list[dict], path: Path):
 
 def main(args) -> list[dict]:
     """-> the numbers of routing.json, one dict for each checkpoint"""
+    import matplotlib  # noqa: F401, before the work: it may not be installed
     process = common.Process(args)
     out = Path(args.out or Path(args.checkpoints[0]).parent)
     out.mkdir(parents=True, exist_ok=True)

@@ -3303,8 +3303,8 @@ class TestKNN:
         assert error.startswith(str(tmp_path / "inf.pt"))
         assert not run.read_lines(tmp_path / "run" / "knn.jsonl")
 
-    def test_a_folder_that_one_may_not_write_to_shows_before_the_work(self, stage, encoder,
-                                                                      monkeypatch, tmp_path):
+    def test_what_cannot_be_written_or_drawn_shows_before_the_work(self, stage, encoder,
+                                                                   monkeypatch, tmp_path):
         (tmp_path / "run" / "knn.jsonl").mkdir(parents=True)
         (tmp_path / "run" / "routing.json").mkdir()
         work = spy(monkeypatch, data, "load")
@@ -3312,6 +3312,9 @@ class TestKNN:
         for name in ("knn", "analyze"):
             with pytest.raises(IsADirectoryError, match="run"):
                 SCRIPTS[name].main(SCRIPTS[name].parse_args([encoder, *flags]))
+        monkeypatch.setitem(sys.modules, "matplotlib", None)      # not installed
+        with pytest.raises(ImportError):
+            analyze.main(analyze.parse_args([encoder, *flags]))
         assert not work
 
     @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
