@@ -2346,15 +2346,12 @@ def plain_segmenter(args):
 
 
 @torch.no_grad()
-def plain_miou(args, state, trained, predict):
-    """Mean IoU in percent of the model in `state`, with a loop over the windows and one over the
-    classes.
-    """
+def plain_scores(args, state, trained, predict):
+    """The scores of the model in `state`, with a loop over the windows and one over the classes"""
     trained.load_state_dict(state["model"])      # or rounding would decide between near equals
     trained.eval()
     val, crop, classes = segment.Scenes(args.data, "validation"), args.crop_size, args.classes
-    hits = np.zeros(classes)
-    union = np.zeros(classes)
+    hits, union, true = np.zeros((3, classes))
     stride = round(crop * 341 / 512)
     for i in range(len(val)):
         image = TF.resize(val[i][0], crop, antialias=True)[None] / 255
@@ -2372,7 +2369,10 @@ def plain_miou(args, state, trained, predict):
         for c in range(classes):
             hits[c] += ((found == c + 1) & (truth == c + 1)).sum()
             union[c] += ((truth > 0) & ((found == c + 1) | (truth == c + 1))).sum()
-    return 100 * np.mean(hits[union > 0] / union[union > 0])
+            true[c] += (truth == c + 1).sum()
+    return {"miou": 100 * np.mean(hits[union > 0] / union[union > 0]),
+            "mean_accuracy": 100 * np.mean(hits[true > 0] / true[true > 0]),
+            "pixel_accuracy": 100 * hits.sum() / true.sum()}
 
 
 ODD_SEGMENT = ("--max-steps 3 --iterations 6 --warmup-iterations 2 --lr 0.003 --min-lr 0.0003 "
@@ -2462,8 +2462,8 @@ class TestPlainLoops:
             plain.add(share, loss=loss)
             (share * loss).backward()
         plain.equals(state, log)
-        miou = plain_miou(args, state, trained, predict)
-        assert log[-1]["miou"] == pytest.approx(miou, rel=1e-5)
+        scores = plain_scores(args, state, trained, predict)
+        assert {name: log[-1][name] for name in scores} == pytest.approx(scores, rel=1e-5)
 
     @pytest.mark.parametrize("name", ("pretrain", "finetune", "linear", "ep", "segment", "knn",
                                       "analyze"))
@@ -2484,7 +2484,7 @@ class TestPlainLoops:
         run_two("segment.py", *argv)
         state, log = read_run(tmp_path / "run")
         args = segment.parse_args(argv)
-        miou = plain_miou(args, state, *plain_segmenter(args))
+        miou = plain_scores(args, state, *plain_segmenter(args))["miou"]
         assert miou > 1 and log[-1]["miou"] == pytest.approx(miou, rel=1e-5)
 
 
@@ -3350,6 +3350,10 @@ class TestTransfer:
     def test_efficient_probing_is_a_query_per_slice_of_the_values(self):
         tokens = torch.randn(2, 6, 96)
         probe = linprobe.EfficientProbe(96, 7).eval()
+        assert not list(probe.norm.parameters())
+        for layer in (probe.value, probe.head):
+            assert layer.weight.std().item() == pytest.approx(0.02, rel=0.1)
+            assert not layer.bias.any()
         assert probe.queries.std().item() == pytest.approx(0.02, rel=0.05)
         for tensor in (probe.queries, probe.value.bias, probe.norm.running_mean):
             nn.init.normal_(tensor)
@@ -3494,6 +3498,7 @@ class TestSegmentation:
         logits, auxiliary = net(maps)
         assert torch.allclose(logits, net.classify[1](fused))
         assert torch.allclose(auxiliary, net.auxiliary[2](net.auxiliary[0](maps[2])))
+        assert net.auxiliary[2].in_channels == 256
         for dropout in (net.classify[0], net.auxiliary[1]):
             dropped = dropout.train()(torch.ones(200, 7, 3, 5))
             assert (dropped == dropped[:, :, :1, :1]).all()      # whole channels of an image
@@ -3501,6 +3506,16 @@ class TestSegmentation:
 
     def test_an_odd_grid_keeps_its_last_row_and_column(self):
         assert segment.UperNet(6, 5, 8).strides[3](rand(1, 6, 5, 7).float()).shape[2:] == (3, 4)
+
+    def test_gpus_share_their_batch_statistics(self, stage, monkeypatch):
+        process = Mock(world=2, device=torch.device("cuda"))
+        monkeypatch.setattr(common, "Process", lambda args: process)
+        monkeypatch.setattr(segment, "check_scenes", lambda *args: None)
+        monkeypatch.setattr(segment.Segmenter, "to", lambda self, device: self)
+        monkeypatch.setattr(supervised, "fit", lambda args, process, model, *more, **named: model)
+        segmenter = segment.main(segment.parse_args(stage("segment")))
+        kinds = {type(module) for module in segmenter.modules()}
+        assert nn.SyncBatchNorm in kinds and nn.BatchNorm2d not in kinds
 
     def test_features_come_from_the_blocks_that_the_release_takes(self):
         assert segment.feature_blocks(12) == [3, 5, 7, 11]
@@ -3530,6 +3545,9 @@ class TestSegmentation:
         scene.shade[:] = torch.arange(80) % 9 + 1
         evaluate()
         assert not said
+        scene.shade[:] = 0
+        with pytest.raises(common.UserError, match="no pixel"):
+            evaluate()
 
     def test_views_resize_and_move_image_and_annotation_together(self, monkeypatch):
         views = segment.TrainScenes(Scene(), 40, 9, seed=3)
