@@ -34,12 +34,13 @@ import data
 from checkpoints import load_checkpoint, load_encoder, load_student
 from common import UserError, non_negative_int, positive_int, rounded
 from encoders import FrozenEncoder, build_frozen
-from losses import dispatch_cv, dispatch_entropy, token_loss
+from losses import EXPERTS, dispatch_cv, dispatch_entropy, token_loss
 from model import ViT, normalize
 from plot import plain
 
 SHOWN_IMAGES = 6           # at most, in heatmaps.png
 SHOWN_EXPERTS = 8          # at most, in pictures
+SHOWN_SIZE = 224           # pixels at least, in heatmaps.png: more than a small student sees
 SAMPLED_TOKENS = 10_000      # about as many for the silhouette: distances of all pairs take 400 MB
 LEGEND = """Expert 0 in the block whose router weights the losses, or in --block:
   dispatch_cv  the standard deviation of its weights over an image's patches, over their mean
@@ -111,7 +112,7 @@ class Seen(NamedTuple):
     """What an encoder and its teacher make of M images. Models of one image and patch size see the
     same images, and the same tokens are sampled.
     """
-    pictures: Tensor                # the first images, uint8 [SHOWN_IMAGES, 3, S, S]
+    pictures: Tensor                # the first images, uint8 [SHOWN_IMAGES, 3, P, P], for people
     sampled: Tensor                 # bool [M, T], the tokens for silhouette and correlation
     entering: dict[int, Tensor]     # {MoE block: the M' sampled tokens that enter it, [M', D]}
     dispatch: dict[int, Tensor]     # {MoE block: its dispatch weights, [M, T, E]}
@@ -151,38 +152,43 @@ def collect(checkpoint: dict, encoder: ViT, name: str, args, process: common.Pro
                             f"with --amp {args.amp}")
     entering, dispatch = ({i: torch.cat(parts) for i, parts in each.items()}
                           for each in (entering, dispatch))
-    pictures = torch.stack([views[i]["image"] for i in indices[:SHOWN_IMAGES].tolist()])
+    pictures = torch.stack([data.center_view(views.dataset[i][0], max(size, SHOWN_SIZE))
+                            for i in indices[:SHOWN_IMAGES].tolist()])
     return Seen(pictures, sampled, entering, dispatch, torch.cat(losses) if teacher else None)
 
 
-def analyze_checkpoint(path: str, name: str, args, process: common.Process) -> dict:
-    """Measures one checkpoint on the set `name` -> what is written and drawn. Raises UserError.
+def analyze_checkpoint(path: str, name: str | None, args, process: common.Process) -> dict:
+    """Measures one checkpoint on the set `name`, or on its own set -> what is written and drawn.
+    Raises UserError.
 
     numbers: for routing.json
-    images: uint8 [SHOWN_IMAGES, 3, S, S]
-    weights: the dispatch weights of the images' patches in the block that is shown,
+    images: uint8 [SHOWN_IMAGES, 3, P, P]
+    weights: the dispatch weights of the images' patches in the block of the pictures,
         [SHOWN_IMAGES, N, E], where 1 is uniform
+    labels: the name of each expert, and the loss that it weighted
     losses: the patches' token losses, [SHOWN_IMAGES, N], or None without a teacher
     points: expert 0's weight and the token loss of sampled patches, [2, M'], or None without a
         teacher
     """
     checkpoint = load_checkpoint(path)
+    name = name or data.recorded_or_default(checkpoint["args"].get("data"))
     encoder = load_encoder(checkpoint).to(process.device).eval()
     blocks = encoder.moe_blocks
     if not blocks:
         raise UserError(f"{path} has no experts")
-    shown = args.block
-    if shown is None:
-        shown = max(checkpoint["args"].get("loss_block") or blocks)
-    if shown not in blocks:
-        raise UserError(f"--block {shown}: the MoE blocks of {path} are {blocks}")
+    block = args.block
+    if block is None:
+        block = max(checkpoint["args"].get("loss_block") or blocks)
+    if block not in blocks:
+        raise UserError(f"--block {block}: the MoE blocks of {path} are {blocks}")
     if args.compile:
         encoder.compile_blocks()
     seen = collect(checkpoint, encoder, name, args, process)
 
     # The numbers of each block; lists have one for each expert.
     file = Path(path).resolve()
-    numbers = {"checkpoint": path, "name": f"{file.parent.name}/{file.stem}", "block": shown,
+    numbers = {"checkpoint": path, "name": f"{file.parent.name}/{file.stem}", "data": name,
+               "block": block,
                "loss_weights": checkpoint["args"].get("loss_weights", "dispatch"),
                "images": len(seen.sampled), "blocks": []}
     for i, weights in seen.dispatch.items():
@@ -194,9 +200,9 @@ def analyze_checkpoint(path: str, name: str, args, process: common.Process) -> d
             "dispatch_cv": dispatch_cv(weights[:, 1:]).tolist(),
             "cls_share": weights[:, 0].mean(0).tolist()})
 
-    # the router of the block that is shown, on patches, which have losses
+    # the router of this block, on patches, which have losses
     patches = seen.sampled[:, 1:]
-    weights = seen.dispatch[shown][:, 1:] * seen.sampled.shape[1]                   # [M, N, E]
+    weights = seen.dispatch[block][:, 1:] * seen.sampled.shape[1]                   # [M, N, E]
     points = None
     if seen.losses is not None:
         points = torch.stack([weights[..., 0][patches], seen.losses[patches]]).double()
@@ -205,18 +211,33 @@ def analyze_checkpoint(path: str, name: str, args, process: common.Process) -> d
     losses = None if seen.losses is None else seen.losses[:SHOWN_IMAGES].clone().cpu()
     # cloned, because a slice alone would keep the weights of all images in memory
     return dict(numbers=numbers, images=seen.pictures, losses=losses,
+                labels=expert_labels(checkpoint["args"], weights.shape[2]),
                 weights=weights[:SHOWN_IMAGES].clone().cpu(), points=points)
 
 
-def shown_numbers(numbers: dict) -> dict:
-    """The numbers of a checkpoint, with those of the block that is shown among them."""
+def expert_labels(args: dict, experts: int) -> list[str]:
+    """Names each expert with the loss that its weights multiplied in a run with the flags `args`.
+    Checkpoints of other programs do not say which loss.
+    """
+    if "objective" not in args:
+        return [f"expert {expert}" for expert in range(experts)]
+    weighted = {EXPERTS["token"]: "token loss"}
+    if "pixel" in args["objective"] and args["encoding"] == "dense":
+        weighted[EXPERTS["pixel"]] = "pixel loss"
+    if args["loss_weights"] == "uniform":
+        weighted = {}
+    return [f"expert {expert} ({weighted.get(expert, 'no loss')})" for expert in range(experts)]
+
+
+def with_block(numbers: dict) -> dict:
+    """The numbers of a checkpoint, with the numbers of the pictures' block among them"""
     row, = (row for row in numbers["blocks"] if row["block"] == numbers["block"])
     return numbers | row
 
 
 def report(numbers: dict):
-    """Prints a line: what one checkpoint's expert 0 does in the block that is shown."""
-    found = shown_numbers(numbers)
+    """Prints a line: what one checkpoint's expert 0 does in the pictures' block."""
+    found = with_block(numbers)
     said = [f"{name} {np.ravel(found[name])[0]:.3f}" for name in (
         "dispatch_cv", "correlation", "silhouette") if name in found]
     print(f"{numbers['checkpoint']}, block {numbers['block']}{other_weights(numbers)}: "
@@ -231,83 +252,113 @@ def other_weights(numbers: dict) -> str:
 
 # ----------------------------------------------------------------------------- pictures
 
+class Row(NamedTuple):
+    """A row of heatmaps, with a value for each patch of each image"""
+    title: str              # above the row; may be empty
+    label: str              # on its left
+    values: np.ndarray      # [M, N]
+    style: dict             # arguments of matplotlib's imshow
+
+
 def draw_heatmaps(models: list[dict], experts: int, path: Path):
     """A row of images, a row for each expert of each model with its weights over the images, and a
     row with the patches' token losses of the last model that has a teacher. A single image stands
     beside its heatmaps.
 
-    Red patches have more than the uniform weight, blue ones less. All rows have one scale of
-    colors, so that weights which hardly vary are pale beside others. The scale leaves out the 1 %
-    of the patches whose weights are furthest from uniform, or whose losses are highest, because few
-    of them would make all others pale. The scale of weights reaches at least 10 % up and down, so
-    that rows may all be pale.
+    Red patches have more than the uniform weight, blue ones less.
     """
-    from matplotlib.colors import TwoSlopeNorm
-    from matplotlib.figure import Figure
-    images = models[0]["images"].permute(0, 2, 3, 1).numpy()                        # [M, S, S, 3]
-    shown = [model["weights"][..., :experts].numpy() for model in models]
-    far = np.concatenate([abs(weights - 1).ravel() for weights in shown])
-    half = max(0.1, np.quantile(far, 0.99))
-    scale = TwoSlopeNorm(1, max(0.0, 1 - half), 1 + half)
+    images = models[0]["images"].permute(0, 2, 3, 1).numpy()                        # [M, P, P, 3]
+    rows = weight_rows(models, experts)
+    taught = [model for model in models if model["losses"] is not None]
+    rows += map(loss_row, taught[-1:])
 
-    rows = []      # (title or None, label, values [M, N], how they are drawn)
-    for model, weights in zip(models, shown):
-        title = (f"{model['numbers']['name']}: dispatch weights from {weights.min():.2f} to "
-                 f"{weights.max():.2f}{other_weights(model['numbers'])}")
-        for expert in range(weights.shape[2]):
-            rows.append((None if expert else title, f"expert {expert}", weights[..., expert],
-                         dict(cmap="coolwarm", norm=scale, alpha=0.65)))
-    for model in [model for model in models if model["losses"] is not None][-1:]:
-        losses = model["losses"].numpy()
-        title = f"token loss of {model['numbers']['name']}"
-        rows.append((f"{title} from {losses.min():.2f} to {losses.max():.2f}", "token loss",
-                     losses, dict(cmap="viridis", vmax=np.quantile(losses, 0.99))))
-
-    count = 1 + len(rows)
-    single = len(images) == 1
-    size = (3 * count + 1, 3.6) if single else (max(4.5, 1.3 * len(images) + 1.2), 1.35 * count)
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(*((1, count) if single else (count, len(images))), squeeze=False,
-                           subplot_kw=dict(xticks=[], yticks=[]))
-    axes = axes.T if single else axes
+    figure, axes = image_axes(1 + len(rows), len(images))
     for axis, image in zip(axes[0], images):
         axis.imshow(image)
-    for line, (title, label, values, look) in zip(axes[1:], rows):
-        side = math.isqrt(values.shape[1])
-        line[0].set_ylabel(label)
-        if title:
-            line[(len(images) - 1) // 2].set_title(plain(title), fontsize="medium", wrap=True)
-        for axis, image, value in zip(line, images, values):
-            height, width, _ = image.shape
-            axis.imshow(image.mean(-1), cmap="gray", vmin=-255, vmax=255)      # pale
-            drawn = axis.imshow(value.reshape(side, side), extent=(0, width, height, 0), **look)
-            if look.get("norm"):
-                colors = drawn
-    bar = figure.colorbar(colors, ax=axes if single else axes[1:],
+    drawn = [draw_row(line, images, row) for line, row in zip(axes[1:], rows)]
+    bar = figure.colorbar(drawn[0], ax=axes if len(images) == 1 else axes[1:],
                           label="weight / uniform weight", shrink=0.5)
     bar.ax.locator_params(axis="y", nbins=5)
     figure.savefig(path, dpi=90)
 
 
+def weight_rows(models: list[dict], experts: int) -> list[Row]:
+    """A row for each of the first `experts` experts of each model
+
+    All rows have one scale of colors, so that weights which hardly vary are pale beside others. It
+    leaves out the 1 % of the patches whose weights are furthest from uniform, because few of them
+    would make all others pale. It reaches at least 10 % up and down, so that rows may all be pale.
+    """
+    from matplotlib.colors import TwoSlopeNorm
+    weights = [model["weights"][..., :experts].numpy() for model in models]         # [M, N, E]
+    far = np.concatenate([abs(each - 1).ravel() for each in weights])
+    half = max(0.1, np.quantile(far, 0.99))
+    style = dict(cmap="coolwarm", norm=TwoSlopeNorm(1, max(0.0, 1 - half), 1 + half), alpha=0.65)
+    rows = []
+    for model, each in zip(models, weights):
+        title = (f"{model['numbers']['name']}: dispatch weights from {each.min():.2f} to "
+                 f"{each.max():.2f}{other_weights(model['numbers'])}")
+        for expert in range(each.shape[2]):
+            rows.append(Row(title, model["labels"][expert], each[..., expert], style))
+            title = ""      # it stands above a model's first row
+    return rows
+
+
+def loss_row(model: dict) -> Row:
+    """The row of a model's token losses; the highest 1 % have one color."""
+    losses = model["losses"].numpy()                                                # [M, N]
+    title = (f"token loss of {model['numbers']['name']} from {losses.min():.2f} to "
+             f"{losses.max():.2f}")
+    return Row(title, "token loss", losses, dict(cmap="viridis", vmax=np.quantile(losses, 0.99)))
+
+
+def image_axes(rows: int, columns: int):
+    """-> a figure, and its axes [rows, columns] for images. A single column lies on its side."""
+    from matplotlib.figure import Figure
+    options = dict(squeeze=False, subplot_kw=dict(xticks=[], yticks=[]))
+    if columns == 1:
+        figure = Figure(figsize=(3 * rows + 1, 3.6), layout="constrained")
+        return figure, figure.subplots(1, rows, **options).T
+    size = max(4.5, 1.3 * columns + 1.2), 1.35 * rows
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def draw_row(axes, images: np.ndarray, row: Row):
+    """Draws a row's values over pale images -> what matplotlib drew last"""
+    axes[0].set_ylabel(row.label)
+    axes[(len(images) - 1) // 2].set_title(plain(row.title), fontsize="medium", wrap=True)
+    side = math.isqrt(row.values.shape[1])
+    for axis, image, values in zip(axes, images, row.values):
+        height, width, _ = image.shape
+        axis.imshow(image.mean(-1), cmap="gray", vmin=-255, vmax=255)      # pale
+        drawn = axis.imshow(values.reshape(side, side), extent=(0, width, height, 0), **row.style)
+    return drawn
+
+
 def draw_blocks(models: list[dict], experts: int, path: Path):
-    """Silhouette, entropy, variation and [CLS] share over blocks, a line for each expert.
+    """Silhouette, entropy, variation and [CLS] share over blocks, a line for each expert. A dotted
+    line has the value of uniform weights or, for the silhouette, of tokens that are not separated.
 
     Experts differ by color, and the second of two models is dashed. More than two models differ
     by color, from dark to light in the order given.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
-    panels = {      # title, what the axis says, and its lower end
-        "silhouette": ("silhouette of tokens by expert", "1: separated, 0: mixed", -1),
-        "entropy": ("entropy of dispatch weights", "nats, at most ln(tokens)", 0),
+    tokens = 1 + models[0]["weights"].shape[1]
+    panels = {      # title, what the axis says, and where the dotted line is
+        "silhouette": ("silhouette of tokens by expert", "1: separated, 0: mixed", 0),
+        "entropy": ("entropy of dispatch weights", "nats, at most ln(tokens)", math.log(tokens)),
         "dispatch_cv": ("variation over patches", "standard deviation / mean", 0),
-        "cls_share": ("dispatch weight of [CLS]", "share, 1 / tokens if uniform", 0)}
+        "cls_share": ("dispatch weight of [CLS]", "share, 1 / tokens if uniform", 1 / tokens)}
     blocks = sorted({row["block"] for model in models for row in model["numbers"]["blocks"]})
     several = len(models) > 2
     shades = colormaps["viridis"](np.linspace(0, 0.9, len(models)))
     figure = Figure(figsize=(14, 3.2), layout="constrained")
     axes = figure.subplots(1, len(panels))
-    for axis, (name, (title, unit, low)) in zip(axes, panels.items()):
+    for axis, (name, (title, unit, uniform)) in zip(axes, panels.items()):
+        axis.axhline(uniform, color="gray", linestyle=":")
+        axis.ticklabel_format(useOffset=False)
         axis.set(xlabel="Soft-MoE block", xticks=blocks, ylabel=unit)
         axis.set_title(title, fontsize="medium")
         for i, model in enumerate(models):
@@ -322,8 +373,7 @@ def draw_blocks(models: list[dict], experts: int, path: Path):
                 axis.plot([row["block"] for row in rows], line,
                           "--s" if i == 1 and not several else "-o", color=color,
                           label=plain(f"{model['numbers']['name']}, expert {expert}"))
-        axis.set_ylim(low, 1 if name == "silhouette" else 1.05 * axis.dataLim.ymax)
-    lines = axes[1].lines
+    lines = axes[1].lines[1:]      # without the dotted one
     figure.legend(handles=lines, loc="outside right center", ncols=math.ceil(len(lines) / 16),
                   fontsize=8)
     figure.savefig(path, dpi=90)
@@ -347,7 +397,7 @@ def draw_correlation(models: list[dict], path: Path):
         axis.axline((weight.mean(), loss.mean()), slope=slope, color="black", linestyle="--",
                     linewidth=1)
         axis.locator_params(axis="x", nbins=5)      # more labels, such as 1.0005, would overlap
-        found = shown_numbers(model["numbers"])
+        found = with_block(model["numbers"])
         title = "{name}: r = {correlation:.2f}, cv {dispatch_cv[0]:.2g}".format(**found)
         axis.set(title=plain(title), xlabel="expert 0's dispatch weight / uniform weight",
                  ylabel="token loss (Eq. 1)")
@@ -356,16 +406,18 @@ def draw_correlation(models: list[dict], path: Path):
 
 def main(args) -> list[dict]:
     """-> the numbers of routing.json, one dict for each checkpoint"""
+    import matplotlib  # noqa: F401, before the work: it may not be installed
     process = common.Process(args)
-    models = []
-    name = args.data or data.trained_on(load_checkpoint(args.checkpoints[0]))      # of all
+    out = Path(args.out or Path(args.checkpoints[0]).parent)
+    out.mkdir(parents=True, exist_ok=True)
+    open(out / "routing.json", "a").close()      # before the work: one may not write there
+    models, name = [], args.data
     print(LEGEND)
     for path in args.checkpoints:
         models.append(analyze_checkpoint(path, name, args, process))      # one at a time in memory
+        name = models[0]["numbers"]["data"]      # all see the first one's set
         report(models[-1]["numbers"])
     numbers = [model["numbers"] for model in models]
-    out = Path(args.out or Path(args.checkpoints[0]).parent)
-    out.mkdir(parents=True, exist_ok=True)
     (out / "routing.json").write_text(json.dumps(rounded(numbers), indent=1) + "\n")
     experts = SHOWN_EXPERTS if len(models) <= 2 else 1
     draw_heatmaps(models, experts, out / "heatmaps.png")

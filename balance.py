@@ -31,19 +31,17 @@ class ObjectiveWeights(nn.Module):
 class RandomLossWeighting(ObjectiveWeights):
     """Random Loss Weighting (RLW): the weights are the softmax of random normals, new in each step.
 
-    The weights are a function of (seed, step), so all processes draw the same ones, and a resumed
-    run continues exactly. The argument `weights` only sets their number and device.
+    `generator(step)` returns NumPy's random generator of a step, the same one in all processes and
+    in a resumed run. The argument `weights` only sets the number and device of the weights.
     """
 
-    def __init__(self, weights: Tensor, seed: int):
+    def __init__(self, weights: Tensor, generator):
         super().__init__(weights)
-        self.seed = seed
+        self.generator = generator
 
     def forward(self, step: int) -> Tensor:
-        # runs with different seeds share no generator in their first million steps
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        weights = torch.randn(len(self.weights), generator=generator).softmax(0)
-        return weights.to(self.weights.device, non_blocking=True)
+        normals = torch.from_numpy(self.generator(step).standard_normal(len(self.weights)))
+        return normals.float().softmax(0).to(self.weights.device, non_blocking=True)
 
 
 class GradNorm(ObjectiveWeights):

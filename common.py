@@ -370,7 +370,8 @@ class Process:
 STREAMS = {"order": 2,        # (seed, epoch): the order of an epoch's images
            "view": 3,         # (seed, epoch, index): crop, jitter, mask, augmentation of an image
            "weights": 4,      # (seed): initial weights
-           "step": 5}         # (seed, step, rank): drop path, Expert Dropout, dropout, mixup
+           "step": 5,         # (seed, step, rank): drop path, Expert Dropout, dropout, mixup
+           "rlw": 6}          # (seed, step): the objective weights of Random Loss Weighting
 
 
 def generator(stream: str, *key: int) -> np.random.Generator:

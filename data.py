@@ -211,11 +211,10 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
     return photos
 
 
-def trained_on(checkpoint: dict) -> str:
-    """The --data of the run that wrote a checkpoint, if it is still there, else the default."""
-    name = checkpoint["args"].get("data")
-    there = name and (name in (*DRAWN, *DOWNLOADED) or Path(name).exists())
-    return name if there else default_data()
+def recorded_or_default(recorded: str | None) -> str:
+    """The --data that a checkpoint records, if the set is still there, else the default --data."""
+    there = recorded and (recorded in (*DRAWN, *DOWNLOADED) or Path(recorded).exists())
+    return recorded if there else default_data()
 
 
 def describe(data: str, image_count: int, val_image_count: int, classes: list[str]) -> dict:

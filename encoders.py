@@ -60,6 +60,7 @@ class CheckpointEncoder(FrozenEncoder):
                          IMAGENET_STD)
         self.encoder = encoder
         self.step, self.epoch = checkpoint.get("step"), checkpoint.get("epoch")
+        self.trained_on = checkpoint["args"].get("data")
 
     def tokens(self, images: Tensor) -> Tensor:
         return self.encoder(images)[0]

@@ -19,7 +19,6 @@ from torch import Tensor
 
 import common
 import data
-from checkpoints import load_checkpoint
 from common import UserError, positive, positive_int
 from encoders import FrozenEncoder, build_frozen
 from model import pool
@@ -99,20 +98,17 @@ def knn_accuracy(name: str, encoder: FrozenEncoder, train: data.CenterViews,
 def main(args) -> list[float]:
     """-> top-1 accuracy of each encoder, in percent"""
     process = common.Process(args)
-    images = args.data
-    if images is None:
-        name = args.encoders[0]
-        images = (data.trained_on(load_checkpoint(name)) if Path(name).is_file()
-                  else common.default_data())
 
     @functools.cache      # to list a million images takes a while, and epochs share them
-    def views(split: str, image_size: int) -> data.CenterViews:
+    def views(images: str, split: str, image_size: int) -> data.CenterViews:
         return data.CenterViews(data.open_images(images, split, image_size), image_size)
 
-    results = {}
+    images, accuracies = args.data, []
     for name in args.encoders:
         encoder = build_frozen(name).to(process.device)
-        train, val = (views(split, encoder.image_size) for split in ("train", "val"))
+        # without --data, all encoders see the first one's set
+        images = images or data.recorded_or_default(getattr(encoder, "trained_on", None))
+        train, val = (views(images, split, encoder.image_size) for split in ("train", "val"))
         facts = data.describe(images, len(train), len(val), train.dataset.classes)
         process.agree(args, facts)
         if args.k > len(train):
@@ -122,17 +118,18 @@ def main(args) -> list[float]:
         beside = Path(name).parent if Path(name).is_file() else "runs/knn"
         out = Path(args.out or beside)
         out.mkdir(parents=True, exist_ok=True)
-        results[name], chance = knn_accuracy(name, encoder, train, val, args, process)
-        if process.rank == 0:
-            row = {"encoder": name, "step": getattr(encoder, "step", None),
-                   "epoch": getattr(encoder, "epoch", None), "data": images,
-                   "pool": args.pool, "k": args.k, "temperature": args.temperature,
-                   "top1": results[name]}
-            with open(out / "knn.jsonl", "a") as log:
+        # opened before the work, because one may not be allowed to write there
+        with open(out / "knn.jsonl", "a") as log:
+            top1, chance = knn_accuracy(name, encoder, train, val, args, process)
+            accuracies.append(top1)
+            if process.rank == 0:
+                print(f"{top1:6.2f}% k-NN on {images} (chance {chance:.1f}%)  {name}", flush=True)
+                row = {"encoder": name, "step": getattr(encoder, "step", None),
+                       "epoch": getattr(encoder, "epoch", None), "data": images,
+                       "pool": args.pool, "k": args.k, "temperature": args.temperature,
+                       "top1": top1}
                 log.write(json.dumps(row) + "\n")
-            print(f"{results[name]:6.2f}% k-NN on {images} (chance {chance:.1f}%)  {name}",
-                  flush=True)
-    return list(results.values())
+    return accuracies
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ finetune.py --help.
 """
 
 import argparse
+import functools
 
 import torch
 
@@ -181,7 +182,7 @@ def build_balance(args, student: Explore, process: common.Process) -> ObjectiveW
         return GradNorm(weights, student.encoder.norm, args.gradnorm_alpha, args.gradnorm_lr,
                         process.scaler)
     if args.balance == "rlw":
-        return RandomLossWeighting(weights, args.seed)
+        return RandomLossWeighting(weights, functools.partial(common.generator, "rlw", args.seed))
     return ObjectiveWeights(weights)
 
 

@@ -7,6 +7,7 @@ seed and of the step or image (`common.STREAMS`).
 
 import contextlib
 import fcntl
+import functools
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,13 +46,14 @@ class Run:
     digest: of the pretrained weights that the run starts from, or learns from
     measure: returns scores in percent; the first one decides which model best.pt keeps. Pretraining
         measures nothing, and keeps an epoch_NNNN.pt every --save-every epochs.
+    log_every: steps between lines of the log, LOG_EVERY by default; a signal waits for a line
     parts: the objects whose state dicts last.pt holds, by name; other checkpoints hold only the
         model's state dict
     """
 
     def __init__(self, args, process: Process, title: str, *, steps: int, epoch_steps: int,
                  image_count: int, val_image_count: int = 0, encoder, digest: str = "",
-                 classes=(), measure=None, **parts):
+                 classes=(), measure=None, log_every: int | None = None, **parts):
         self.args, self.process, self.title, self.measure = args, process, title, measure
         self.folder = Path(args.out)
         self.total, self.epoch_steps = steps, epoch_steps
@@ -58,6 +61,7 @@ class Run:
         self.save_every = self.last_every = args.save_every
         if "epochs" in args:      # segmentation counts in iterations
             self.save_every, self.last_every = args.save_every * epoch_steps, epoch_steps
+        self.log_every = log_every or LOG_EVERY
         self.stop_step = min(steps, args.max_steps or steps)
         self.parts = parts | {"scaler": process.scaler}
         # runs of earlier versions have these keys, and resume
@@ -72,7 +76,7 @@ class Run:
         self.last_line = {}
         self.updated_step = 0           # of the latest line of the log that saw an update
         self.stop_signal = 0            # the number of the signal that asked to stop, or 0
-        self.timed_step = None          # the speed is measured from this step on
+        self.timed_step = 0             # the speed is measured from this step on
         self.timed_since = self.waited = 0.0
 
     # ------------------------------------------------------------------------- resuming
@@ -135,8 +139,11 @@ class Run:
 
     def load(self, last: Path):
         """Loads last.pt into the parts. Raises UserError if another run wrote it."""
-        # with mmap, not every process reads the whole file into memory at once
-        state = torch.load(last, map_location="cpu", weights_only=True, mmap=True)
+        read = functools.partial(torch.load, last, map_location="cpu", weights_only=True)
+        try:      # with mmap, not every process reads the whole file into memory at once
+            state = read(mmap=True)
+        except RuntimeError:      # some network file systems have no mmap
+            state = read()
         if changed := common.differences(identity(state), identity(self.record)):
             raise UserError(f"{self.folder} holds another run, so give another --out: {changed}")
         if state["args"]["data"] != self.args.data:      # moved, or another fold of as many images?
@@ -156,6 +163,7 @@ class Run:
         with self.listening():
             if self.due:      # the run was stopped before this evaluation, or in it
                 self.evaluate(self.start_step)
+            self.start_clock(self.start_step)
             with common.progress_bar(
                     range(self.start_step, self.stop_step), self.args.stage, self.stop_step,
                     initial=self.start_step, unit="step") as bar:
@@ -213,11 +221,11 @@ class Run:
         has asked one of them to stop before the run is complete.
         """
         done = step + 1
-        if self.timed_step is None:      # the first step compiles, so its time does not count
-            self.start_clock(done)
         scheduled = done % self.save_every == 0 or done == self.total
         saves = scheduled or done % self.last_every == 0 or done == self.stop_step
-        if not saves and done % LOG_EVERY:
+        if not saves and done % self.log_every:
+            if step == self.start_step:      # it compiles, so its time does not count
+                self.start_clock(done)
             return
         stops = self.log_means(done, lr)
         if scheduled and not self.measure:      # first: after a kill, it is written again
@@ -252,9 +260,10 @@ class Run:
 
     def report(self, done: int, stops: bool):
         """Prints the run's last line. slurm.sh looks for "stopped by" in it."""
-        words = [f"{self.folder}: step {done} of {self.total}",
-                "{images_per_second:.0f} images/s, {loader_wait:.0%} of the time waiting for data"
-                .format(**self.last_line)]
+        speed = self.last_line["images_per_second"]
+        words = [f"{self.folder}: step {done} of {self.total}", last_losses(self.last_line),
+                 f"{speed:.{1 if speed < 10 else 0}f} images/s, "
+                 f"{self.last_line['loader_wait']:.0%} of the time waiting for data"]
         if self.best_scores:
             words.append(f"best evaluation: {percent(self.best_scores)}")
         if stops:
@@ -331,6 +340,12 @@ class Run:
             file.flush()
             os.fsync(file.fileno())            # else a power cut could leave an empty file
         temporary.replace(self.folder / name)
+
+
+def last_losses(line: dict) -> str:
+    """In words, what to look at first in a line of the log"""
+    names = [name for name in ("token", "token_ratio", "dispatch_cv") if name in line] or ["loss"]
+    return ", ".join(f"{name} {np.ravel(line[name])[0]:.3g}" for name in names)      # of expert 0
 
 
 def percent(scores: dict[str, float]) -> str:

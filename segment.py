@@ -30,6 +30,7 @@ from model import IMAGENET_MEAN, ViT, normalize
 # the auxiliary head's loss weight and width, from the release's configuration of mmsegmentation
 AUXILIARY_WEIGHT = 0.4
 AUXILIARY_WIDTH = 256
+CPU_LOG_EVERY = 5      # steps between lines of the log: a step takes 8 s, and a signal waits for it
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -85,6 +86,8 @@ class Scenes(data.ImageFiles):
                             f"{turn}), but its annotation has none: save both upright, without it")
         with naming(f"cannot read the annotation {self.annotations[index]}"):
             picture = Image.open(self.annotations[index])
+            if picture.format != "PNG":      # JPEG changes class numbers, and Pillow's GIF, too
+                raise ValueError(f"it is in the format {picture.format}; expected PNG")
             stored = picture.tile[0][3]      # the file's own mode, such as "L;4" for 4-bit gray
             if picture.mode not in ("L", "P") or stored in ("L;2", "L;4"):
                 # Pillow would rescale 4-bit gray values, and convert("P") renumbers colors
@@ -345,6 +348,14 @@ def evaluate_scenes(model: Segmenter, views: EvalScenes, args, process: common.P
     return score(matrix[1:])
 
 
+def check_scenes(views: EvalScenes, args, process: common.Process):
+    """Reads all validation scenes once, before the first step. Otherwise, a wrong annotation would
+    end the run at its first evaluation, hours later. Raises UserError.
+    """
+    for _ in data.eval_batches(views, 1, args, process, "check"):
+        pass
+
+
 def main(args) -> dict[str, float]:
     """Returns the scores of the best evaluation."""
     process = common.Process(args)
@@ -360,6 +371,9 @@ def main(args) -> dict[str, float]:
     else:
         scenes, val = (Scenes(args.data, split, args.zero_is_class)
                        for split in ("training", "validation"))
+    val_views = EvalScenes(val, crop, classes)
+    if not drawn:
+        check_scenes(val_views, args, process)
 
     common.seed_torch("weights", args.seed)
     encoder = load_encoder(checkpoint, crop // patch_size, args.drop_path)
@@ -384,14 +398,13 @@ def main(args) -> dict[str, float]:
         loss = main_loss + AUXILIARY_WEIGHT * auxiliary
         return {"loss": loss, "main": main_loss, "auxiliary": auxiliary}
 
-    val_views = EvalScenes(val, crop, classes)
-
     def evaluate() -> dict[str, float]:
         return evaluate_scenes(segmenter, val_views, args, process)
 
     return supervised.fit(args, process, segmenter, TrainScenes(scenes, crop, classes, args.seed),
                           compute_loss, evaluate, title=f"UperNet on {args.checkpoint}, {recipe},",
                           val_image_count=len(val), encoder=encoder.config,
+                          log_every=CPU_LOG_EVERY if process.device.type == "cpu" else None,
                           digest=digest(checkpoint["model"]),
                           lr_scale=optim.layerwise_lr(len(encoder.blocks), args.layer_decay))
 

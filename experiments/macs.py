@@ -7,26 +7,23 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model import SoftMoE, ViT, build_vit
+from model import ViT, build_vit
 
 
-def encoder_macs(vit: ViT, tokens: int = 197) -> int:
-    """Multiply-accumulates (MACs) of all blocks for one image: Table 6 calls them "GFLOPs".
+def encoder_macs(vit: ViT) -> int:
+    """Multiply-accumulates (MACs) of all blocks of a ViT on the "meta" device, for one image: Table
+    6 calls them "GFLOPs".
 
     Experts process E slots instead of T tokens, which is why 64 of them cost less than one MLP.
     """
-    macs = 0
-    for block in vit.blocks:
-        macs += 4 * tokens * vit.dim ** 2 + 2 * tokens ** 2 * vit.dim      # attention
-        if isinstance(block.mlp, SoftMoE):      # logits, dispatch and combine, then MLPs
-            experts, _, hidden = block.mlp.w1.shape
-            macs += 3 * tokens * experts * vit.dim + 2 * experts * vit.dim * hidden
-        else:
-            macs += 2 * tokens * vit.dim * block.mlp.fc1.out_features
-    return macs
+    with FlopCounterMode(display=False) as counter:
+        for block in vit.blocks:
+            block(torch.empty(1, 1 + vit.grid ** 2, vit.dim, device="meta"))
+    return counter.get_total_flops() // 2      # a multiplication and an addition
 
 
 def main():

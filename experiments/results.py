@@ -139,14 +139,14 @@ def main(args: argparse.Namespace) -> list[dict]:
     if not tables:
         print(f"{args.runs} has no run of REPRODUCE.md yet; --all prints the paper's numbers")
     for table in tables:
-        shown = [COLUMNS] + [
+        lines = [COLUMNS] + [
             (row["row"], row["paper"],
              "-" if row["measured"] is None else f"{row['measured']:.2f}",
              "-" if row["difference"] is None else f"{row['difference']:+.2f}", row["note"])
             for row in rows if row["table"] == table]
-        widths = [max(map(len, column)) for column in zip(*shown)]
+        widths = [max(map(len, column)) for column in zip(*lines)]
         print(f"\n### {table}\n" if args.markdown else f"\n{table}\n")
-        for i, cells in enumerate(shown):
+        for i, cells in enumerate(lines):
             if args.markdown:
                 print("| " + " | ".join(cells) + " |" + "\n|---|---|---:|---:|---|" * (i == 0))
             else:
