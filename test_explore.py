@@ -16,7 +16,9 @@ import itertools
 import json
 import math
 import multiprocessing
+import multiprocessing.pool
 import os
+import pickle
 import random
 import re
 import shlex
@@ -4132,9 +4134,10 @@ def comparison(photos, tmp_path, monkeypatch):
     teacher, and returns its rows
     """
     monkeypatch.setattr(students, "BATCH", 6)
+    monkeypatch.setattr(students, "RAW_SIZE", 8)      # the probe of 3,072 pixels takes long
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
-    def start(*words, teacher="timm/test_efficientnet/random", **flags):
+    def start(*words, teacher="timm/test_vit/random", **flags):
         argv = dict(data=photos, teacher=teacher, image_size=32, epochs=2, out=tmp_path / "out")
         argv = [(common.flag(name), str(value)) for name, value in (argv | flags).items()]
         args = compare.parse_args([*itertools.chain(*argv), *words])
@@ -4250,30 +4253,35 @@ class TestExperiments:
         with pytest.raises(common.UserError, match="images was 4000, is 20"):
             comparison(*words, images=20)
         rows = dict(rows=tmp_path / "out" / "rows.jsonl", out=tmp_path / "other")
-        for changed in (dict(images=20), dict(teacher="timm/test_vit/random")):
+        for changed in (dict(images=20), dict(teacher="timm/test_vit2/random")):
             with pytest.raises(common.UserError, match="rows.jsonl"):
                 comparison(*words, **rows, **changed)
             shutil.rmtree(tmp_path / "other")
 
-    def test_two_processes_measure_what_one_measures(self, comparison, tmp_path):
-        """A student is the same whichever process trains it."""
-        flags = dict(data="shapes", images=70, epochs=1)
+    def test_other_processes_measure_what_one_measures(self, comparison, tmp_path, monkeypatch):
+        """A student depends on nothing that a process did before."""
         words = ["--pairs", "--arms", "none", "--seeds", "3"]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(students, "BATCH", 64)
-            one = comparison(*words, **flags)
-            two = comparison(*words, **flags, processes=2, rows=tmp_path / "two.jsonl")
-        assert sorted(map(json.dumps, one)) == sorted(map(json.dumps, two))
+        one = comparison(*words)
+
+        class Pool(multiprocessing.pool.ThreadPool):
+            def imap_unordered(self, function, keys):
+                return super().imap_unordered(pickle.loads(pickle.dumps(function)), keys[::-1])
+        monkeypatch.setattr(multiprocessing, "get_context", lambda kind: Mock(
+            Pool=lambda *_: Pool(1)))
+        two = comparison(*words, processes=2, rows=tmp_path / "two.jsonl")
+        assert one == two[::-1] and len(one) == 5
 
     def test_references_are_what_they_say(self, comparison, photos, tmp_path, monkeypatch):
-        rows = {row["arm"]: row for row in comparison("--pairs", "--seeds", "3")}
+        rows = {row["arm"]: row for row in comparison(
+            "--pairs", "--seeds", "3", teacher="timm/test_efficientnet/random")}
         train, _, test = students.open_sets(tmp_path / "out")
         assert rows["chance"]["probe"] == rows["chance"]["knn"] == 25
         assert rows["raw pixels"]["duplicates"] == 0
         teacher = students.Teacher("timm/test_efficientnet/random")
         features = [torch.stack([teacher([image])[0].mean(0) for image, _ in data.open_images(
             photos, split, 32)]) for split in ("train", "val")]
-        pixels = [torch.from_numpy(each["images"]).flatten(1) / 255 for each in (train, test)]
+        pixels = [torch.from_numpy(each["images"]).unflatten(2, (8, 4)).unflatten(4, (8, 4))
+                  .float().mean((3, 5)).flatten(1) / 255 for each in (train, test)]
         y, truth = (torch.from_numpy(each["labels"]) for each in (train, test))
         for name, (x, test_x) in {"teacher": features, "raw pixels": pixels}.items():
             voted = knn.classify(F.normalize(test_x), F.normalize(x), y, 4, 20, 0.07)
@@ -4337,10 +4345,10 @@ class TestExperiments:
     def test_a_saved_student_is_a_checkpoint(self, comparison, tmp_path):
         file = tmp_path / "student.pt"
         comparison("--arms", "routed, lambda 0.5", "--seeds", "3", save=file)
-        student = encoders.load_student(file)
+        student = checkpoints.load_student(file)
         comparison("--pairs", "--arms", "routed, lambda 0.5", "--seeds", "3")
         whole, = (tmp_path / "out" / "rows").glob("routed*.pt")
-        whole = encoders.load_student(whole)
+        whole = checkpoints.load_student(whole)
         for (name, x), y in zip(student.state_dict().items(), whole.state_dict().values()):
             assert torch.equal(x, y.half().float()), name
         assert file.stat().st_size < 0.6 * 4 * sum(p.numel() for p in student.parameters())

@@ -25,11 +25,13 @@ and the factor of the router's learning rate ("rate x 10").
 
 import argparse
 import collections
+import contextlib
 import functools
 import itertools
 import json
 import math
 import multiprocessing
+import signal
 import sys
 from pathlib import Path
 
@@ -40,8 +42,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 import finetune
+from checkpoints import load_encoder
 from common import UserError, note, positive_int, rounded
-from encoders import build_frozen, load_encoder
+from encoders import build_frozen
 from experiments import students
 from model import Explore, ViT
 from run import read_lines
@@ -248,11 +251,11 @@ def work(args: argparse.Namespace):
     keys.sort(key=lambda key: key.get("weights") == "lent")      # last: other rows lend
     note(f"{args.out}: {len(keys)} rows to measure", sys.stdout)
     args.rows.parent.mkdir(parents=True, exist_ok=True)
-    with open(args.rows, "a") as file:
-        if args.processes == 1:
-            found = map(functools.partial(measure, args), keys)
-        else:
-            pool = multiprocessing.get_context("spawn").Pool(args.processes)
+    with open(args.rows, "a") as file, contextlib.ExitStack() as stack:
+        found = map(functools.partial(measure, args), keys)
+        if args.processes > 1:      # Ctrl-C is for this process, which ends the others
+            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(
+                args.processes, signal.signal, (signal.SIGINT, signal.SIG_IGN)))
             found = pool.imap_unordered(functools.partial(measure, args), keys)
         for row, right in common.progress_bar(found, "rows", total=len(keys)):
             np.save(find_file(args, row, "npy"), np.packbits(right, axis=1))

@@ -29,6 +29,7 @@ from model import Explore, ViT, build_vit, normalize
 
 GRID, BATCH, RATE = 8, 64, 2e-3
 TEACHER_IMAGES = 6000      # at most so many test images measure the teacher
+RAW_SIZE = 32              # of the images whose raw pixels are a reference
 
 
 # ------------------------------------------------------------------------- images and tokens
@@ -246,8 +247,9 @@ def batches(images: np.ndarray):
 
 
 def shrink(images: np.ndarray) -> Tensor:
-    """The pixels [M, 3072] of images uint8 [M, 3, S, S], at 32 pixels a side"""
-    return torch.cat([F.interpolate(part, 32, mode="area").flatten(1) for part in batches(images)])
+    """The pixels [M, 3072] of images uint8 [M, 3, S, S], at RAW_SIZE pixels a side"""
+    return torch.cat([F.interpolate(part, RAW_SIZE, mode="area").flatten(1)
+                      for part in batches(images)])
 
 
 @torch.no_grad()
