@@ -348,14 +348,6 @@ def evaluate_scenes(model: Segmenter, views: EvalScenes, args, process: common.P
     return score(matrix[1:])
 
 
-def check_scenes(views: EvalScenes, args, process: common.Process):
-    """Reads all validation scenes once, before the first step. Otherwise, a wrong annotation would
-    end the run at its first evaluation, hours later. Raises UserError.
-    """
-    for _ in data.eval_batches(views, 1, args, process, "check"):
-        pass
-
-
 def main(args) -> dict[str, float]:
     """Returns the scores of the best evaluation."""
     process = common.Process(args)
@@ -372,8 +364,7 @@ def main(args) -> dict[str, float]:
         scenes, val = (Scenes(args.data, split, args.zero_is_class)
                        for split in ("training", "validation"))
     val_views = EvalScenes(val, crop, classes)
-    if not drawn:
-        check_scenes(val_views, args, process)
+    data.check(val_views, args, process)      # once the run has begun, --classes cannot change
 
     common.seed_torch("weights", args.seed)
     encoder = load_encoder(checkpoint, crop // patch_size, args.drop_path)

@@ -3683,7 +3683,7 @@ class TestSegmentation:
     def test_gpus_share_their_batch_statistics(self, stage, monkeypatch):
         process = Mock(world=2, device=torch.device("cuda"))
         monkeypatch.setattr(common, "Process", lambda args: process)
-        monkeypatch.setattr(segment, "check_scenes", lambda *args: None)
+        monkeypatch.setattr(data, "check", lambda *args: None)
         monkeypatch.setattr(segment.Segmenter, "to", lambda self, device: self)
         monkeypatch.setattr(supervised, "fit", lambda args, process, model, *more, **named: model)
         segmenter = segment.main(segment.parse_args(stage("segment")))
@@ -3832,9 +3832,9 @@ class TestSegmentation:
         root = Path(shutil.copytree(scenes, tmp_path / "scenes"))
         path = root / "annotations/validation/2.png"
         Image.fromarray(np.where(np.array(Image.open(path)) > 1, 12, 1).astype(np.uint8)).save(path)
-        argv = stage("segment", f"--data {root} --workers 1")
-        error = refusal(capsys, "segment", *argv)
-        assert error.startswith(f"--classes 11: the annotation {path} has class 12")
+        with pytest.raises(common.UserError, match="1 of 3 images"):
+            play("segment", stage("segment", f"--data {root}"))
+        assert f"--classes 11: the annotation {path} has class 12" in capsys.readouterr().err
         assert not (tmp_path / "run").exists()
 
     def test_drawn_shapes_are_segmented_and_evaluated_on_others(self, stage, monkeypatch):
