@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import UserError, naming, note
+from common import UserError, note, user_errors
 from model import DECODER, Explore, ViT
 
 # ------------------------------------------------------------------------------ loading
@@ -35,7 +35,7 @@ def load_checkpoint(path: str | Path, heads: int | None = None, prefix: str | No
     attention heads for a file that does not say it, and `prefix` stands before the names of the
     encoder's tensors in a file that holds several encoders.
     """
-    with naming(path):
+    with user_errors(path):
         file = read_file(path)
         if not {"model", "encoder", "args"} <= file.keys():
             file = convert(file, path, heads, prefix)
@@ -56,7 +56,7 @@ def load_encoder(source: str | Path | dict, grid: int | None = None,
     config = dict(checkpoint["encoder"])
     state = {name.removeprefix("encoder."): x for name, x in checkpoint["model"].items()
              if name.startswith("encoder.")}
-    with naming(checkpoint["path"]):
+    with user_errors(checkpoint["path"]):
         if grid is not None and "pos_embed" in state:
             config["image_size"] = grid * config["patch_size"]
             state["pos_embed"] = resize_pos_embed(state["pos_embed"], grid)
@@ -73,7 +73,7 @@ def load_student(source: str | Path | dict, decoder: dict = DECODER) -> Explore:
     if checkpoint["args"].get("stage") != "pretrain":
         raise UserError(f"{checkpoint['path']}: no student of pretrain.py")
     state = checkpoint["model"]
-    with naming(checkpoint["path"]):
+    with user_errors(checkpoint["path"]):
         student = Explore(ViT(**checkpoint["encoder"]), len(state["head.bias"]), decoder=decoder,
                           dense="mask_token" in state, pixels="decoder.mask_token" in state)
         student.load_state_dict(state)

@@ -51,7 +51,7 @@ def note(line: str, stream=None):
 
 
 @contextlib.contextmanager
-def naming(what: str | Path):
+def user_errors(what: str | Path):
     """Turns any error of a file, or of another library, into a UserError that begins with `what`,
     on one line. Errors that are UserErrors, and a lack of memory, stay as they are.
     """

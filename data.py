@@ -29,7 +29,7 @@ from torchvision.datasets import CIFAR10, Food101
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import functional as TF
 
-from common import Process, UserError, default_data, generator, naming, note, progress_bar
+from common import Process, UserError, default_data, generator, note, progress_bar, user_errors
 from shapes import Shapes
 
 BICUBIC = TF.InterpolationMode.BICUBIC
@@ -47,7 +47,7 @@ def read_image(path: str | os.PathLike) -> Tensor:
     UserError.
     """
     # a deleted image would make a run another run
-    with naming(f"cannot read the image {path}, so put another in its place"):
+    with user_errors(f"cannot read the image {path}, so put another in its place"):
         encoded = np.fromfile(path, np.uint8)
         if encoded[:2].tolist() == [0xFF, 0xD8]:      # a JPEG
             with contextlib.suppress(AttributeError, RuntimeError):
@@ -194,11 +194,11 @@ def open_images(data: str, split: str, image_size: int, labels: bool = True) -> 
     if data in DRAWN:
         return Shapes(split, image_size, noise=data == "shapes-noise")
     if data in DOWNLOADED:
-        with naming(f"--data {data}: data/ does not have torchvision's set"):
+        with user_errors(f"--data {data}: data/ does not have torchvision's set"):
             if data == "cifar10":
                 return CIFAR10("data", split == "train", transform=TF.pil_to_tensor)
             return Food("data", "train" if split == "train" else "test")
-    with naming(f"--data {data}"):
+    with user_errors(f"--data {data}"):
         os.stat(data)
     if labels:
         return ClassFolders(data, split)

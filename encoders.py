@@ -20,7 +20,7 @@ from checkpoints import (
     resize_pos_embed,
     safe_types,
 )
-from common import naming, note
+from common import note, user_errors
 from model import IMAGENET_MEAN, IMAGENET_STD, Attention, normalize, patchify
 
 
@@ -224,7 +224,7 @@ def build_frozen(name: str, grid: int | None = None) -> FrozenEncoder:
     """
     model, _, pretrained = name.partition("/")
     pretrained = os.path.expanduser(pretrained)
-    with naming(name), torch.random.fork_rng(devices=[]):
+    with user_errors(name), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)      # "random" weights are the same every time
         if os.path.exists(name):
             frozen = CheckpointEncoder(name, grid)

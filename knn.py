@@ -84,8 +84,8 @@ def knn_accuracy(name: str, encoder: FrozenEncoder, train: data.CenterViews,
     classifies its share. Raises UserError if the encoder, whose name is given, has no finite
     features.
     """
-    bank, labels = extract(encoder, train, args, process, "bank")
-    queries, truth = extract(encoder, val, args, process, "val")
+    queries, truth = extract(encoder, val, args, process, "val")      # no broken image of val/
+    bank, labels = extract(encoder, train, args, process, "bank")      # ends this after the bank
     if not (bank.isfinite().all() and queries.isfinite().all()):
         raise UserError(f"{name}: its features are not finite with --amp {args.amp}")
     share = slice(process.rank, None, process.world)
@@ -103,16 +103,16 @@ def main(args) -> list[float]:
     def views(images: str, split: str, image_size: int) -> data.CenterViews:
         return data.CenterViews(data.open_images(images, split, image_size), image_size)
 
-    images, accuracies = args.data, []
+    data_name, accuracies = args.data, []
     for name in args.encoders:
         encoder = build_frozen(name).to(process.device)
         # without --data, all encoders see the first one's set
-        images = images or data.recorded_or_default(getattr(encoder, "trained_on", None))
-        train, val = (views(images, split, encoder.image_size) for split in ("train", "val"))
-        facts = data.describe(images, len(train), len(val), train.dataset.classes)
+        data_name = data_name or data.recorded_or_default(getattr(encoder, "trained_on", None))
+        train, val = (views(data_name, split, encoder.image_size) for split in ("train", "val"))
+        facts = data.describe(data_name, len(train), len(val), train.dataset.classes)
         process.agree(args, facts)
         if args.k > len(train):
-            raise UserError(f"-k {args.k}: {images} has only {len(train)} training images")
+            raise UserError(f"-k {args.k}: {data_name} has only {len(train)} training images")
         if args.compile:
             encoder.compile()
         beside = Path(name).parent if Path(name).is_file() else "runs/knn"
@@ -123,9 +123,10 @@ def main(args) -> list[float]:
             top1, chance = knn_accuracy(name, encoder, train, val, args, process)
             accuracies.append(top1)
             if process.rank == 0:
-                print(f"{top1:6.2f}% k-NN on {images} (chance {chance:.1f}%)  {name}", flush=True)
+                print(f"{top1:6.2f}% k-NN on {data_name} (chance {chance:.1f}%)  {name}",
+                      flush=True)
                 row = {"encoder": name, "step": getattr(encoder, "step", None),
-                       "epoch": getattr(encoder, "epoch", None), "data": images,
+                       "epoch": getattr(encoder, "epoch", None), "data": data_name,
                        "pool": args.pool, "k": args.k, "temperature": args.temperature,
                        "top1": top1}
                 log.write(json.dumps(row) + "\n")

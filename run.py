@@ -91,7 +91,7 @@ class Run:
                 self.file = self.claim()
             last = self.folder / "last.pt"
             if last.exists():
-                with common.naming(last):
+                with common.user_errors(last):
                     self.load(last)
         self.process.agree(self.args, identity(self.record) | {
             "the step of last.pt": self.start_step, "an evaluation is due": self.due})

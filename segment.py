@@ -24,7 +24,7 @@ import data
 import optim
 import supervised
 from checkpoints import digest, load_checkpoint, load_encoder
-from common import UserError, naming, positive_int
+from common import UserError, positive_int, user_errors
 from model import IMAGENET_MEAN, ViT, normalize
 
 # the auxiliary head's loss weight and width, from the release's configuration of mmsegmentation
@@ -84,7 +84,7 @@ class Scenes(data.ImageFiles):
         if turn in range(2, 9):      # `read_image` turns the image; who knows if its annotation is?
             raise UserError(f"the image {self.path(index)} has an EXIF orientation (it is "
                             f"{turn}), but its annotation has none: save both upright, without it")
-        with naming(f"cannot read the annotation {self.annotations[index]}"):
+        with user_errors(f"cannot read the annotation {self.annotations[index]}"):
             picture = Image.open(self.annotations[index])
             if picture.format != "PNG":      # JPEG changes class numbers, and Pillow's GIF, too
                 raise ValueError(f"it is in the format {picture.format}; expected PNG")

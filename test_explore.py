@@ -5,7 +5,6 @@ the files: from model.py to the stages, the analysis, the experiments and the pa
 """
 
 import argparse
-import atexit
 import colorsys
 import contextlib
 import copy
@@ -329,17 +328,6 @@ def start(script, *argv, folder=HERE, **variables):
     program.start()
     STARTED.append(program)
     return program, files
-
-
-STARTED = []
-
-
-@atexit.register
-def end_started():
-    """Kills programs that a failed test has left. Python would wait for them."""
-    for program in STARTED:
-        if program.is_alive():
-            os.killpg(program.pid, signal.SIGKILL)
 
 
 def finish(started):
