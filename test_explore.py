@@ -4419,6 +4419,7 @@ class TestExperiments:
             compare.find_setting(arm) | dict(arm=arm, seed=seed, epochs=16, images=4000,
                                              probe=probe, knn=2 * probe)
             for arm, found in probes.items() for seed, probe in found.items()]
+        rows += [rows[-1] | dict(seed=9, probe=0.0), rows[-1] | dict(lambda_=7.0, probe=0.0)]
         write_text(tmp_path / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         compare.main(compare.parse_args(["--data", "x", "--print", "--out", str(tmp_path),
                                          "--pairs", "routed - none", "routed - uniform"]))
