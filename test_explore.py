@@ -4458,7 +4458,7 @@ class TestExperiments:
         setting = compare.find_setting("routed, lambda 0.5, rate x 10, w_cls 2")
         assert setting == compare.DEFAULTS | dict(lambda_=0.5, router_rate=10.0, cls_weight=2.0)
         for wrong in (["--arms", "route"], ["--arms", "routed, lambda"], ["--pairs", "routed"],
-                      ["--arms", "routed, rate 3"], ["--image-size", "60"]):
+                      ["--arms", "routed, rate 3"], ["--image-size", "60"], ["--save", "x.pt"]):
             with pytest.raises(SystemExit):
                 compare.parse_args(["--data", "x", *wrong])
 

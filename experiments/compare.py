@@ -109,6 +109,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             raise ValueError
     except (KeyError, ValueError):
         parser.error('an arm is a name and settings, "routed, lambda 0.5"; a pair is "ARM - ARM"')
+    if args.save and not args.arms:
+        parser.error("--save: needs one of --arms")
     if args.image_size % students.GRID:
         parser.error("--image-size: students have 8 x 8 patches")
     return args
