@@ -73,9 +73,9 @@ def weighted_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
     a loss of zero. Within an image, the derivative with respect to a weight is (loss - weighted
     mean) / sum of weights, so gradient descent moves weight from patches above the mean to patches
     below it. Without the division, a router could make the loss small by moving its weight to
-    tokens that have no loss. Every row counts the same: a factor that all weights of an image
-    share cancels, so the weight of a sample multiplies `patch_loss`, and crops or pyramid levels
-    that share one weight need one row and one router. Raises ValueError for other shapes.
+    tokens that have no loss. A factor that all weights of a row share cancels: to weight whole
+    images, multiply `patch_loss` instead; to weight crops or pyramid levels against each other, put
+    them into one row, with one router. Raises ValueError for other shapes.
     """
     if patch_loss.ndim != 2 or patch_loss.shape != weight.shape:      # broadcasting would be wrong
         raise ValueError(f"losses {tuple(patch_loss.shape)} and weights {tuple(weight.shape)}; "
@@ -94,8 +94,8 @@ def patch_weights(weights: Tensor, expert: int = 0, detach: bool = False,
     The weights are in the order of the router's tokens: Hiera's are not row by row, and VideoMAE's
     decoder has the visible patches first. If [CLS] is not the first token, select the patches'
     weights [B, N, E], and give prefix=0. If only some patches have a loss, multiply the result by
-    their mask [B, N]. A router that takes these patches for padding weights them equally and learns
-    nothing: `token_ratio` stays at 1.
+    their mask [B, N]. A router that takes the patches with a loss for padding weights them equally
+    and learns nothing: `token_ratio` stays at 1.
 
     Detached weights still weight the loss, but send the router no gradient, which is the paper's
     main ablation: the router then learns only from the experts' outputs and from the regularizer.
@@ -135,8 +135,8 @@ def loss_spread(patch_loss: Tensor, selected: Tensor) -> Tensor:
     """The standard deviation of the selected patches' losses in an image, averaged over images.
 
     patch_loss [B, N], selected [B, N], 1 or 0 -> scalar. With w of Eq. 8, weights proportional to
-    exp(-w loss / lambda) vary by about w * spread / lambda of their mean, if that is small; a
-    router's vary less.
+    exp(-w loss / lambda) have a `dispatch_cv` of about w * spread / lambda, if that is small; a
+    router's is smaller.
     """
     count = selected.sum(1).clamp_min(1)
     mean = (selected * patch_loss).sum(1) / count

@@ -430,7 +430,7 @@ class Explore(nn.Module):
             tokens, routing = self.encoder(images, mask=mask, mask_token=self.mask_token)
         elif ids_keep is None:
             raise ValueError("a sparse student needs ids_keep, the indices of the visible patches")
-        else:      # App. E shuffles the patches; with position embeddings, order changes nothing
+        else:      # App. E's shuffle would change nothing: each patch has its position embedding
             tokens, routing = self.encoder(images, ids_keep)
         pixels = self.decoder(tokens[:, 1:], ids_keep, mask) if self.decoder else None
         return Prediction(self.head(tokens), pixels, routing, ids_keep)

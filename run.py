@@ -57,7 +57,7 @@ class Run:
         self.args, self.process, self.title, self.measure = args, process, title, measure
         self.folder = Path(args.out)
         self.total, self.epoch_steps = steps, epoch_steps
-        # steps between evaluations or kept checkpoints, and between last.pt and last.pt
+        # in steps: between evaluations or kept checkpoints, and between writes of last.pt
         self.save_every = self.last_every = args.save_every
         if "epochs" in args:      # segmentation counts in iterations
             self.save_every, self.last_every = args.save_every * epoch_steps, epoch_steps
@@ -228,7 +228,7 @@ class Run:
                 self.start_clock(done)
             return
         stops = self.log_means(done, lr)
-        if scheduled and not self.measure:      # first: after a kill, it is written again
+        if scheduled and not self.measure:      # before last.pt, or a kill between them loses it
             self.save(f"epoch_{done // self.epoch_steps:04d}.pt", done, "model")
         self.due = scheduled and self.measure is not None
         if saves or stops:                      # before an evaluation, which may fail
