@@ -66,8 +66,7 @@ def pixel_loss(pred: Tensor, images: Tensor) -> Tensor:
 
 
 def weighted_mean(patch_loss: Tensor, weight: Tensor) -> Tensor:
-    """The weighted mean of each image's patch losses, averaged over images: Eq. 5, the heart of the
-    paper.
+    """The weighted mean of each image's patch losses, averaged over images: Eq. 5.
 
     patch_loss [B, N], weight [B, N] >= 0 -> scalar. An image whose weights are all zero counts as
     a loss of zero. Within an image, the derivative with respect to a weight is (loss - weighted
