@@ -332,7 +332,7 @@ def differences(rows: list[dict], arm: str, other: str, measure: str) -> np.ndar
 def image_error(args: argparse.Namespace, rows: list[dict], arm: str, other: str,
                 measure: str) -> float | None:
     """The standard error of a difference over the choice of test images, if --out has which answers
-    were right
+    were right. The spread over seeds has the noise of single answers, so it does not count here.
     """
     ours, theirs = ({row["seed"]: find_file(args, row, "npy") for row in rows
                      if row["arm"] == each} for each in (arm, other))
@@ -340,9 +340,11 @@ def image_error(args: argparse.Namespace, rows: list[dict], arm: str, other: str
     if not all(files[seed].exists() for files in (ours, theirs) for seed in seeds):
         return None
     count, at = rows[0]["test"], list(MEASURES).index(measure)
-    right = [[np.unpackbits(np.load(files[seed])[at], count=count) for seed in seeds]
-             for files in (ours, theirs)]
-    return 100 * float(np.subtract(*np.mean(right, axis=1)).std(ddof=1)) / math.sqrt(count)
+    ours, theirs = (np.array([np.unpackbits(np.load(files[seed])[at], count=count)
+                              for seed in seeds], dtype=float) for files in (ours, theirs))
+    gain = 100 * (ours - theirs)                                                      # [seeds, Q]
+    noise = (gain - gain.mean(1, keepdims=True)).var(0, ddof=1).mean() / len(seeds)
+    return math.sqrt(max(0.0, gain.mean(0).var(ddof=1) - noise) / count)
 
 
 def compare_arms(args: argparse.Namespace, rows: list[dict], arm: str, other: str,
