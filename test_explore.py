@@ -4211,16 +4211,18 @@ class TestExperiments:
     def test_each_arm_is_a_row_that_is_trained_once(self, comparison, monkeypatch):
         """The weights of `fixed` are the mean by position of routed students with seeds 0 to 2."""
         trained = spy(monkeypatch, students, "train")
-        comparison("--pairs", "--arms", "routed", "--seeds", "0", "1", "2", bank=9, images=20)
+        comparison("--pairs", "--arms", "fixed", "routed", "--seeds", "0", "1", "2", bank=9,
+                   images=20)
         words = ["--seeds", "3", "--arms", "lent", "loss, lambda 0.5", "fixed"]
         for _ in range(2):
             rows = comparison(*words, bank=9, images=20)
         names = [(row["arm"], row["seed"]) for row in rows]
         assert names == [("chance", None), ("raw pixels", None), ("teacher", None)] + [
             (arm, seed) for seed in range(3) for arm in ("untrained", "routed")] + [
+            ("fixed", seed) for seed in range(3)] + [
             (arm, 3) for arm in ("untrained", "routed", "uniform", "detached", "none",
-                                 "loss, lambda 0.5", "fixed", "lent")]
-        assert len(trained) == 6 + 8 + 1      # the routed student with seed 4 lends
+                                 "loss, lambda 0.5", "lent", "fixed")]
+        assert len(trained) == 9 + 8 + 1      # the routed student with seed 4 lends
         by_name = dict(zip(names, rows))
         for call_ in trained:
             if call_.args[0]["weights"] == "fixed":
@@ -4326,9 +4328,13 @@ class TestExperiments:
             assert call_.args[0].requires_grad and not call_.args[1].requires_grad
 
     def test_fixed_weights_are_those_of_the_first_three_seeds(self):
-        key = dict(epochs=1, images=2, lambda_=0.1, router_rate=1.0)
-        rows = [key | dict(arm="routed", seed=seed, positions=[seed / 2]) for seed in (0, 2, 3)]
-        assert compare.find_positions(rows, key).tolist() == [0.5]
+        key = dict(epochs=1, lambda_=0.1, cls_weight=0.4)
+        rows = [key | dict(arm="routed", seed=seed, positions=[seed / 2]) for seed in (0, 1, 2, 3)]
+        rows += [row | dict(cls_weight=1.6, positions=[9.0]) for row in rows]
+        fixed = key | dict(arm="fixed", seed=4, weights="fixed")
+        assert compare.find_positions(rows, fixed).tolist() == [0.5]
+        with pytest.raises(common.UserError, match="no routed student with seed 1"):
+            compare.find_positions([rows[0], *rows[2:]], fixed)
 
     def test_a_saved_student_is_a_checkpoint(self, comparison, tmp_path):
         file = tmp_path / "student.pt"
@@ -4397,7 +4403,7 @@ class TestExperiments:
         args = compare.parse_args(["--data", "x", "--out", str(tmp_path)])
         (tmp_path / "rows").mkdir()
         hits, wider = [], []
-        for _ in range(200):      # both arms are right on half of all images
+        for _ in range(80):      # both arms are right on half of all images
             shared = 0.5 + spread * (rng.uniform(-0.5, 0.5, (2, 400)) + 0.1 * rng.normal(
                 size=(2, 400)))
             rows = []

@@ -167,13 +167,16 @@ def lend(args: argparse.Namespace, train_set: dict, key: dict) -> ViT:
 
 def find_positions(rows: list[dict], key: dict) -> Tensor:
     """The mean weights [N] of routed students with seeds 0 to 2 and otherwise the same settings"""
-    same = "epochs", "images", "lambda_", "router_rate"
-    return torch.tensor([row["positions"] for row in rows
-                         if row["arm"].startswith("routed") and row["seed"] in (0, 1, 2)
-                         and all(row[name] == key[name] for name in same)]).mean(0)
+    same = {name: key[name] for name in key if name not in ("arm", "seed", "weights")}.items()
+    found = {row["seed"]: row["positions"] for row in rows
+             if "positions" in row and same <= row.items()}
+    if missing := {0, 1, 2} - found.keys():
+        raise UserError(f"{key['arm']}: --rows has no routed student with seed {min(missing)} and "
+                        "the same settings; train it first")
+    return torch.tensor([found[seed] for seed in (0, 1, 2)]).mean(0)
 
 
-def measure(args: argparse.Namespace, key: dict) -> tuple[dict, np.ndarray]:
+def measure_row(args: argparse.Namespace, key: dict) -> tuple[dict, np.ndarray]:
     """Trains the student of a row, or measures a reference -> the row, and which answers of the
     probe and of k-NN are right, bool [2, Q]
     """
@@ -249,19 +252,22 @@ def find_keys(args: argparse.Namespace) -> list[dict]:
         dict(arm=arm, seed=seed) | same | find_setting(arm) for seed in args.seeds for arm in arms]
 
 
-def work(args: argparse.Namespace):
+def measure_rows(args: argparse.Namespace):
     """Measures the rows that --rows lacks, and keeps which answers were right in --out."""
     done = read_lines(args.rows)
     keys = [key for key in find_keys(args) if not any(key.items() <= row.items() for row in done)]
-    keys.sort(key=lambda key: key.get("weights") == "lent")      # last: other rows lend
+    later = [key for key in keys if key.get("weights") in ("fixed", "lent")]
+    first = [key for key in keys if key not in later]      # whose students the later rows need
     note(f"{args.out}: {len(keys)} rows to measure", sys.stdout)
     args.rows.parent.mkdir(parents=True, exist_ok=True)
     with open(args.rows, "a") as file, contextlib.ExitStack() as stack:
-        found = map(functools.partial(measure, args), keys)
+        apply = map
         if args.processes > 1:      # Ctrl-C is for this process, which ends the others
             pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(
                 args.processes, signal.signal, (signal.SIGINT, signal.SIG_IGN)))
-            found = pool.imap_unordered(functools.partial(measure, args), keys)
+            apply = pool.imap_unordered
+        found = itertools.chain.from_iterable(
+            apply(functools.partial(measure_row, args), group) for group in (first, later))
         for row, right in common.progress_bar(found, "rows", total=len(keys)):
             np.save(find_file(args, row, "npy"), np.packbits(right, axis=1))
             file.write(json.dumps(row) + "\n")
@@ -501,7 +507,7 @@ def main(args: argparse.Namespace):
     (args.out / "rows").mkdir(exist_ok=True)
     if args.save:
         return save_one(args)
-    work(args)
+    measure_rows(args)
     report(args)
 
 
