@@ -225,7 +225,7 @@ def train_student(args: argparse.Namespace, key: dict, train_set: dict) -> tuple
 def save(args: argparse.Namespace, key: dict, student: Explore, file: Path):
     """Writes a checkpoint of the student, as pretrain.py writes one, and says how to make it."""
     flags = dict(stage="pretrain", objective="token_cls", encoding="sparse", data=args.data,
-                 loss_weights="uniform" if key["weights"] != "dispatch" else "dispatch",
+                 loss_weights="dispatch" if key["weights"] == "dispatch" else "uniform",
                  entropy_weight=[key["lambda_"], 0.0], seed=key["seed"],
                  command=" ".join(["python", "experiments/compare.py", *sys.argv[1:]]))
     temporary = file.with_suffix(f".{key['seed']}.tmp")
@@ -328,7 +328,7 @@ def holm(p_values: list[float]) -> list[float]:
     return corrected
 
 
-def differences(rows: list[dict], arm: str, other: str, measure: str) -> np.ndarray:
+def paired_differences(rows: list[dict], arm: str, other: str, measure: str) -> np.ndarray:
     """arm minus other, in points, for each seed that both have"""
     ours, theirs = ({row["seed"]: row[measure] for row in rows if row["arm"] == each}
                     for each in (arm, other))
@@ -360,7 +360,7 @@ def compare_arms(args: argparse.Namespace, rows: list[dict], arm: str, other: st
     Interval and p are for other seeds and, as `width_images` and `p_images`, for other test images,
     too, if --out has which answers were right.
     """
-    values = differences(rows, arm, other, measure)
+    values = paired_differences(rows, arm, other, measure)
     if len(values) < 2:
         return {}
     found = dict(name=f"{arm} minus {other}, {MEASURES[measure]}", measure=measure,
@@ -491,8 +491,8 @@ def report(args: argparse.Namespace):
 
 
 def save_one(args: argparse.Namespace):
-    """Trains the first of --arms with the first of --seeds, writes it in half precision to --save,
-    and prints its row.
+    """Trains the first of --arms with the first of --seeds, and writes it in half precision to
+    --save.
     """
     key = next(key for key in find_keys(args) if key["arm"] == args.arms[0])
     train_set, *_ = students.open_sets(args.out, args.held_out)
