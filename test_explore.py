@@ -4433,6 +4433,7 @@ class TestExperiments:
         compare.main(compare.parse_args(["--data", "x", "--print", "--out", str(tmp_path),
                                          "--pairs", "routed - none", "routed - uniform"]))
         out = capsys.readouterr().out
+        assert "| to none | to uniform, lambda 0.5 | k-NN" in out
         cells = {line.split(" | ")[0]: line.strip("| ").split(" | ")[1:]
                  for line in out.splitlines() if line.startswith("|")}
         assert cells["| none (3)"] == ["", "43.0", "", "-0.75 ± 3.18", "86.0", "-1.50 ± 6.35"]
@@ -4442,13 +4443,14 @@ class TestExperiments:
         assert "routed minus none, linear probe: +2.00 ± 2.48, 3 seeds, p 0.074, 0.148" in out
 
     @pytest.mark.parametrize("obstacle, changes", (
-        ("", {}), ("rows", dict(seeds=1)), ("teacher", dict(teacher=31.0)),
-        ("students", dict(untrained=61.0)), ("lambda", dict(cv=0.03, lambda_=1.5)),
-        ("length", dict(cv=0.03)), ("lambda", dict(uniform_cv=0.2)),
+        ("", {}), ("rows", dict(seeds=1)), ("rows", dict(other="none")),
+        ("teacher", dict(teacher=31.0)), ("students", dict(untrained=61.0)),
+        ("lambda", dict(cv=0.03, lambda_=1.5)), ("length", dict(cv=0.03)),
+        ("lambda", dict(uniform_cv=0.2)),
         ("intervals", dict(noise=9.0, test=400))))
     def test_a_comparison_says_what_keeps_it_from_an_answer(self, tmp_path, obstacle, changes):
         is_ = dict(seeds=4, teacher=80.0, untrained=30.0, cv=0.25, uniform_cv=0.04, noise=0.1,
-                   lambda_=0.1, test=5000) | changes
+                   lambda_=0.1, test=5000, other="uniform") | changes
         rows = [dict(arm="teacher", seed=None, probe=is_["teacher"], knn=is_["teacher"])]
         for arm, mean, cv in (("untrained", is_["untrained"], 0.0), ("routed", 60.5, is_["cv"]),
                               ("uniform", 60.0, is_["uniform_cv"])):
@@ -4457,11 +4459,13 @@ class TestExperiments:
                 rows.append(dict(arm=arm, seed=seed, probe=accuracy, knn=accuracy, dispatch_cv=cv,
                                  lambda_=is_["lambda_"], token_spread=0.05))
         rows = [dict(epochs=1, images=2, test=is_["test"]) | row for row in rows]
-        args = compare.parse_args(["--data", "x", "--out", str(tmp_path)])
+        args = compare.parse_args(["--data", "x", "--out", str(tmp_path), "--pairs",
+                                   "routed - uniform", f"routed - {is_['other']}"])
         found = compare.compare_pairs(args, rows)
         assert compare.find_obstacle(args, rows, found) == obstacle
-        assert (obstacle == "") == (found != [] and compare.find_verdict(
-            args, rows, found).startswith("After"))
+        verdict = compare.find_verdict(args, rows, found)
+        assert verdict.startswith("This run cannot tell" if obstacle else "After the correction")
+        assert obstacle or "routed minus uniform, k-NN (+0.50)" in verdict
 
     def test_arms_are_names_and_settings(self):
         setting = compare.find_setting("routed, lambda 0.5, rate x 10, w_cls 2")

@@ -402,13 +402,14 @@ def cell(values: np.ndarray) -> str:
 
 
 def print_table(rows: list[dict]):
-    """A line for each arm: how its weights vary, its accuracies, and differences to none and to
-    uniform, with 95 % intervals for other seeds
+    """A line for each arm: how its weights vary, its accuracies, and differences to the arms none
+    and uniform that the header names, with 95 % intervals for other seeds
     """
     arms = list(dict.fromkeys(row["arm"] for row in rows))
-    none, uniform = (next((arm for arm in arms if arm.split(",")[0] == name), "")
+    none, uniform = (min((arm for arm in arms if arm.split(",")[0] == name), default=name)
                      for name in ("none", "uniform"))
-    print("| arm (seeds) | dispatch_cv | probe, % | to none | to uniform | k-NN, % | to uniform |")
+    print(f"| arm (seeds) | dispatch_cv | probe, % | to {none} | to {uniform} | k-NN, % | to "
+          f"{uniform} |")
     print("|---" * 7 + "|")
     for arm in arms:
         own = [row for row in rows if row["arm"] == arm]
@@ -417,7 +418,7 @@ def print_table(rows: list[dict]):
                  f"{np.mean(cv):.3f}" if cv else ""]
         for measure, others in (("probe", (none, uniform)), ("knn", (uniform,))):
             cells.append(f"{np.mean([row[measure] for row in own]):.1f}")
-            cells += [cell(differences(rows, arm, other, measure)) if arm != other else ""
+            cells += [cell(paired_differences(rows, arm, other, measure)) if arm != other else ""
                       for other in others]
         print("| " + " | ".join(cells) + " |")
 
@@ -428,7 +429,7 @@ def find_obstacle(args: argparse.Namespace, rows: list[dict], found: list[dict])
     own, base, untrained, teacher = ([row for row in rows if row["arm"] == name]
                                      for name in (arm, other, "untrained", "teacher"))
     learned = [compare_arms(args, rows, arm, "untrained", measure) for measure in MEASURES]
-    if not (found and teacher and all(learned)):
+    if len(found) < len(MEASURES) * len(args.pairs) or not (teacher and all(learned)):
         return "rows"
 
     def exceeds(measure: str) -> bool:
@@ -455,7 +456,7 @@ def find_verdict(args: argparse.Namespace, rows: list[dict], found: list[dict]) 
     if obstacle := find_obstacle(args, rows, found):
         return f"This run cannot tell, because {OBSTACLES[obstacle]}"
     scope = "This holds for small students, fixed crops and this schedule."
-    if names := [each["name"] for each in differing(found)]:
+    if names := [f"{each['name']} ({each['mean']:+.2f})" for each in differing(found)]:
         return f"After the correction, these differ: {'; '.join(names)}. {scope}"
     limit = max(abs(each["mean"]) + width(each) for each in found)
     return ("No difference survives the correction; the intervals leave room for differences of "
