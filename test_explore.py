@@ -2742,10 +2742,10 @@ class TestResume:
         broken = [break_image(root / "val" / name) for name in ("class_0/1.jpg", "class_3/3.jpg")]
         argv = stage("finetune", f"--data {root} --workers {workers}")
         data.print_once.cache_clear()
-        with pytest.raises(common.UserError, match="2 of 16 images to evaluate on cannot be used"):
+        with pytest.raises(common.UserError, match="2 of 16 images .* put others in their place"):
             play("finetune", argv)
         lines = capfd.readouterr().err.splitlines()
-        assert len(lines) == 2 and all("put another in its place" in line for line in lines)
+        assert len(lines) == 2
         assert all(any(str(path) in line for line in lines) for path in broken)
         assert not (tmp_path / "run").exists()
 
