@@ -4360,7 +4360,8 @@ class TestExperiments:
         monkeypatch.setattr(finetune, "parse_args", lambda argv: parse(
             [*argv, "--batch-size", "8", "--max-steps", "1", *QUICK]))
         rows = comparison("--pairs", "--seeds", "3", teacher="")
-        assert "no network" in capsys.readouterr().err
+        out, err = capsys.readouterr()
+        assert "no network" in err and "tokens of" in out and "teacher/last.pt" in out
         assert (tmp_path / "out" / "teacher" / "last.pt").exists() and len(rows) == 4
 
     def test_the_closed_form_probe_is_ridge_regression(self):

@@ -151,6 +151,7 @@ def prepare_once(args: argparse.Namespace):
     facts = json.loads((args.out / "facts.json").read_text())
     if changed := common.differences(facts, flags):
         raise UserError(f"{args.out} holds other images or tokens; give another --out: {changed}")
+    note(f"{args.out}: tokens of {facts['teacher']}", sys.stdout)      # perhaps not the default
 
 
 def lend(args: argparse.Namespace, train_set: dict, key: dict) -> ViT:
@@ -443,8 +444,9 @@ def find_obstacle(args: argparse.Namespace, rows: list[dict], found: list[dict])
         return "students"
     cv, base_cv = (np.mean([row.get("dispatch_cv", 0) for row in each]) for each in (own, base))
     if arm.startswith("routed") and (cv < 0.1 or cv < 1.5 * base_cv):
-        predicted = 0.5 * np.mean([row["token_spread"] for row in own]) / own[0]["lambda_"]
-        return "length" if cv < 0.5 * predicted else "lambda"
+        # the variation of weights that are free (`losses.loss_spread`); a router's vary less
+        free = np.mean([row["token_spread"] for row in own]) / own[0]["lambda_"]
+        return "length" if cv < free / 4 else "lambda"
     first = [each for each in found if each["name"].startswith(f"{arm} minus {other},")]
     if all(width(each) > PAPERS_GAIN[each["measure"]] for each in first) and not differing(found):
         return "intervals"
