@@ -457,7 +457,9 @@ def find_verdict(args: argparse.Namespace, rows: list[dict], found: list[dict]) 
     """What the rows can tell, in words"""
     if obstacle := find_obstacle(args, rows, found):
         return f"This run cannot tell, because {OBSTACLES[obstacle]}"
-    scope = "This holds for small students, fixed crops and this schedule."
+    images = "and other" if "corrected_p_images" in found[0] else "on the same"
+    scope = (f"This is for other seeds {images} test images, with small students, fixed crops and "
+             "this schedule.")
     if names := [f"{each['name']} ({each['mean']:+.2f})" for each in differing(found)]:
         return f"After the correction, these differ: {'; '.join(names)}. {scope}"
     limit = max(abs(each["mean"]) + width(each) for each in found)
