@@ -100,7 +100,7 @@ def find_teacher(checkpoint: dict, encoder: ViT, process: common.Process
     try:
         name = checkpoint["args"].get("teacher")
         if not name:
-            raise UserError("no teacher trained it")
+            raise UserError("it names no teacher")
         teacher = build_frozen(name, encoder.grid).to(process.device, process.amp)
         return load_student(checkpoint).head.to(process.device), teacher
     except UserError as error:

@@ -46,8 +46,7 @@ def read_image(path: str | os.PathLike) -> Tensor:
     """Reads an image file as RGB, uint8 [3, H, W], and applies its EXIF orientation. Raises
     UserError.
     """
-    # a deleted image would make a run another run
-    with user_errors(f"cannot read the image {path}, so put another in its place"):
+    with user_errors(f"cannot read the image {path}"):
         encoded = np.fromfile(path, np.uint8)
         if encoded[:2].tolist() == [0xFF, 0xD8]:      # a JPEG
             with contextlib.suppress(AttributeError, RuntimeError):
@@ -77,7 +76,7 @@ def first_readable(dataset: Dataset, index: int) -> tuple[int, Tensor, int]:
         try:
             return place, *dataset[place]
         except UserError as error:
-            print_once(f"{error}: the next image replaces it")
+            print_once(f"{error}; the next image replaces it, until you put another in its place")
             last = error
     raise last
 
@@ -458,7 +457,8 @@ def check(dataset: Dataset, args, process: Process):
         broken += batch["broken"].sum()
     if count := process.sum(broken).item():
         raise UserError(f"--data {args.data}: {count} of {len(dataset)} images to evaluate on "
-                        "cannot be used, as the lines above say")
+                        "cannot be used, as the lines above say; put others in their place, "
+                        "because a deleted image makes this another run")
 
 
 def ignore_signals(worker: int):

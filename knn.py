@@ -84,8 +84,9 @@ def knn_accuracy(name: str, encoder: FrozenEncoder, train: data.CenterViews,
     classifies its share. Raises UserError if the encoder, whose name is given, has no finite
     features.
     """
-    queries, truth = extract(encoder, val, args, process, "val")      # no broken image of val/
-    bank, labels = extract(encoder, train, args, process, "bank")      # ends this after the bank
+    # val/ first, because a broken image in either ends the program, and train/ takes hours
+    queries, truth = extract(encoder, val, args, process, "val")
+    bank, labels = extract(encoder, train, args, process, "bank")
     if not (bank.isfinite().all() and queries.isfinite().all()):
         raise UserError(f"{name}: its features are not finite with --amp {args.amp}")
     share = slice(process.rank, None, process.world)

@@ -151,6 +151,7 @@ def prepare_once(args: argparse.Namespace):
     facts = json.loads((args.out / "facts.json").read_text())
     if changed := common.differences(facts, flags):
         raise UserError(f"{args.out} holds other images or tokens; give another --out: {changed}")
+    note(f"{args.out}: tokens of {facts['teacher']}", sys.stdout)      # perhaps not the default
 
 
 def lend(args: argparse.Namespace, train_set: dict, key: dict) -> ViT:
@@ -167,13 +168,16 @@ def lend(args: argparse.Namespace, train_set: dict, key: dict) -> ViT:
 
 def find_positions(rows: list[dict], key: dict) -> Tensor:
     """The mean weights [N] of routed students with seeds 0 to 2 and otherwise the same settings"""
-    same = "epochs", "images", "lambda_", "router_rate"
-    return torch.tensor([row["positions"] for row in rows
-                         if row["arm"].startswith("routed") and row["seed"] in (0, 1, 2)
-                         and all(row[name] == key[name] for name in same)]).mean(0)
+    same = {name: key[name] for name in key if name not in ("arm", "seed", "weights")}.items()
+    found = {row["seed"]: row["positions"] for row in rows
+             if "positions" in row and same <= row.items()}
+    if missing := {0, 1, 2} - found.keys():
+        raise UserError(f"{key['arm']}: --rows has no routed student with seed {min(missing)} and "
+                        "the same settings; train it first")
+    return torch.tensor([found[seed] for seed in (0, 1, 2)]).mean(0)
 
 
-def measure(args: argparse.Namespace, key: dict) -> tuple[dict, np.ndarray]:
+def measure_row(args: argparse.Namespace, key: dict) -> tuple[dict, np.ndarray]:
     """Trains the student of a row, or measures a reference -> the row, and which answers of the
     probe and of k-NN are right, bool [2, Q]
     """
@@ -222,7 +226,7 @@ def train_student(args: argparse.Namespace, key: dict, train_set: dict) -> tuple
 def save(args: argparse.Namespace, key: dict, student: Explore, file: Path):
     """Writes a checkpoint of the student, as pretrain.py writes one, and says how to make it."""
     flags = dict(stage="pretrain", objective="token_cls", encoding="sparse", data=args.data,
-                 loss_weights="uniform" if key["weights"] != "dispatch" else "dispatch",
+                 loss_weights="dispatch" if key["weights"] == "dispatch" else "uniform",
                  entropy_weight=[key["lambda_"], 0.0], seed=key["seed"],
                  command=" ".join(["python", "experiments/compare.py", *sys.argv[1:]]))
     temporary = file.with_suffix(f".{key['seed']}.tmp")
@@ -249,19 +253,22 @@ def find_keys(args: argparse.Namespace) -> list[dict]:
         dict(arm=arm, seed=seed) | same | find_setting(arm) for seed in args.seeds for arm in arms]
 
 
-def work(args: argparse.Namespace):
+def measure_rows(args: argparse.Namespace):
     """Measures the rows that --rows lacks, and keeps which answers were right in --out."""
     done = read_lines(args.rows)
     keys = [key for key in find_keys(args) if not any(key.items() <= row.items() for row in done)]
-    keys.sort(key=lambda key: key.get("weights") == "lent")      # last: other rows lend
+    later = [key for key in keys if key.get("weights") in ("fixed", "lent")]
+    first = [key for key in keys if key not in later]      # whose students the later rows need
     note(f"{args.out}: {len(keys)} rows to measure", sys.stdout)
     args.rows.parent.mkdir(parents=True, exist_ok=True)
     with open(args.rows, "a") as file, contextlib.ExitStack() as stack:
-        found = map(functools.partial(measure, args), keys)
+        apply = map
         if args.processes > 1:      # Ctrl-C is for this process, which ends the others
             pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(
                 args.processes, signal.signal, (signal.SIGINT, signal.SIG_IGN)))
-            found = pool.imap_unordered(functools.partial(measure, args), keys)
+            apply = pool.imap_unordered
+        found = itertools.chain.from_iterable(
+            apply(functools.partial(measure_row, args), group) for group in (first, later))
         for row, right in common.progress_bar(found, "rows", total=len(keys)):
             np.save(find_file(args, row, "npy"), np.packbits(right, axis=1))
             file.write(json.dumps(row) + "\n")
@@ -322,7 +329,7 @@ def holm(p_values: list[float]) -> list[float]:
     return corrected
 
 
-def differences(rows: list[dict], arm: str, other: str, measure: str) -> np.ndarray:
+def paired_differences(rows: list[dict], arm: str, other: str, measure: str) -> np.ndarray:
     """arm minus other, in points, for each seed that both have"""
     ours, theirs = ({row["seed"]: row[measure] for row in rows if row["arm"] == each}
                     for each in (arm, other))
@@ -332,7 +339,7 @@ def differences(rows: list[dict], arm: str, other: str, measure: str) -> np.ndar
 def image_error(args: argparse.Namespace, rows: list[dict], arm: str, other: str,
                 measure: str) -> float | None:
     """The standard error of a difference over the choice of test images, if --out has which answers
-    were right
+    were right. The spread over seeds has the noise of single answers, so it does not count here.
     """
     ours, theirs = ({row["seed"]: find_file(args, row, "npy") for row in rows
                      if row["arm"] == each} for each in (arm, other))
@@ -340,9 +347,11 @@ def image_error(args: argparse.Namespace, rows: list[dict], arm: str, other: str
     if not all(files[seed].exists() for files in (ours, theirs) for seed in seeds):
         return None
     count, at = rows[0]["test"], list(MEASURES).index(measure)
-    right = [[np.unpackbits(np.load(files[seed])[at], count=count) for seed in seeds]
-             for files in (ours, theirs)]
-    return 100 * float(np.subtract(*np.mean(right, axis=1)).std(ddof=1)) / math.sqrt(count)
+    ours, theirs = (np.array([np.unpackbits(np.load(files[seed])[at], count=count)
+                              for seed in seeds], dtype=float) for files in (ours, theirs))
+    gain = 100 * (ours - theirs)                                                      # [seeds, Q]
+    noise = (gain - gain.mean(1, keepdims=True)).var(0, ddof=1).mean() / len(seeds)
+    return math.sqrt(max(0.0, gain.mean(0).var(ddof=1) - noise) / count)
 
 
 def compare_arms(args: argparse.Namespace, rows: list[dict], arm: str, other: str,
@@ -352,7 +361,7 @@ def compare_arms(args: argparse.Namespace, rows: list[dict], arm: str, other: st
     Interval and p are for other seeds and, as `width_images` and `p_images`, for other test images,
     too, if --out has which answers were right.
     """
-    values = differences(rows, arm, other, measure)
+    values = paired_differences(rows, arm, other, measure)
     if len(values) < 2:
         return {}
     found = dict(name=f"{arm} minus {other}, {MEASURES[measure]}", measure=measure,
@@ -394,13 +403,14 @@ def cell(values: np.ndarray) -> str:
 
 
 def print_table(rows: list[dict]):
-    """A line for each arm: how its weights vary, its accuracies, and differences to none and to
-    uniform, with 95 % intervals for other seeds
+    """A line for each arm: how its weights vary, its accuracies, and differences to the arms none
+    and uniform that the header names, with 95 % intervals for other seeds
     """
     arms = list(dict.fromkeys(row["arm"] for row in rows))
-    none, uniform = (next((arm for arm in arms if arm.split(",")[0] == name), "")
+    none, uniform = (min((arm for arm in arms if arm.split(",")[0] == name), default=name)
                      for name in ("none", "uniform"))
-    print("| arm (seeds) | dispatch_cv | probe, % | to none | to uniform | k-NN, % | to uniform |")
+    print(f"| arm (seeds) | dispatch_cv | probe, % | to {none} | to {uniform} | k-NN, % | to "
+          f"{uniform} |")
     print("|---" * 7 + "|")
     for arm in arms:
         own = [row for row in rows if row["arm"] == arm]
@@ -409,7 +419,7 @@ def print_table(rows: list[dict]):
                  f"{np.mean(cv):.3f}" if cv else ""]
         for measure, others in (("probe", (none, uniform)), ("knn", (uniform,))):
             cells.append(f"{np.mean([row[measure] for row in own]):.1f}")
-            cells += [cell(differences(rows, arm, other, measure)) if arm != other else ""
+            cells += [cell(paired_differences(rows, arm, other, measure)) if arm != other else ""
                       for other in others]
         print("| " + " | ".join(cells) + " |")
 
@@ -420,7 +430,7 @@ def find_obstacle(args: argparse.Namespace, rows: list[dict], found: list[dict])
     own, base, untrained, teacher = ([row for row in rows if row["arm"] == name]
                                      for name in (arm, other, "untrained", "teacher"))
     learned = [compare_arms(args, rows, arm, "untrained", measure) for measure in MEASURES]
-    if not (found and teacher and all(learned)):
+    if len(found) < len(MEASURES) * len(args.pairs) or not (teacher and all(learned)):
         return "rows"
 
     def exceeds(measure: str) -> bool:
@@ -434,8 +444,9 @@ def find_obstacle(args: argparse.Namespace, rows: list[dict], found: list[dict])
         return "students"
     cv, base_cv = (np.mean([row.get("dispatch_cv", 0) for row in each]) for each in (own, base))
     if arm.startswith("routed") and (cv < 0.1 or cv < 1.5 * base_cv):
-        predicted = 0.5 * np.mean([row["token_spread"] for row in own]) / own[0]["lambda_"]
-        return "length" if cv < 0.5 * predicted else "lambda"
+        # the variation of weights that are free (`losses.loss_spread`); a router's vary less
+        free = np.mean([row["token_spread"] for row in own]) / own[0]["lambda_"]
+        return "length" if cv < free / 4 else "lambda"
     first = [each for each in found if each["name"].startswith(f"{arm} minus {other},")]
     if all(width(each) > PAPERS_GAIN[each["measure"]] for each in first) and not differing(found):
         return "intervals"
@@ -446,8 +457,10 @@ def find_verdict(args: argparse.Namespace, rows: list[dict], found: list[dict]) 
     """What the rows can tell, in words"""
     if obstacle := find_obstacle(args, rows, found):
         return f"This run cannot tell, because {OBSTACLES[obstacle]}"
-    scope = "This holds for small students, fixed crops and this schedule."
-    if names := [each["name"] for each in differing(found)]:
+    images = "and other" if "corrected_p_images" in found[0] else "on the same"
+    scope = (f"This is for other seeds {images} test images, with small students, fixed crops and "
+             "this schedule.")
+    if names := [f"{each['name']} ({each['mean']:+.2f})" for each in differing(found)]:
         return f"After the correction, these differ: {'; '.join(names)}. {scope}"
     limit = max(abs(each["mean"]) + width(each) for each in found)
     return ("No difference survives the correction; the intervals leave room for differences of "
@@ -483,8 +496,8 @@ def report(args: argparse.Namespace):
 
 
 def save_one(args: argparse.Namespace):
-    """Trains the first of --arms with the first of --seeds, writes it in half precision to --save,
-    and prints its row.
+    """Trains the first of --arms with the first of --seeds, and writes it in half precision to
+    --save.
     """
     key = next(key for key in find_keys(args) if key["arm"] == args.arms[0])
     train_set, *_ = students.open_sets(args.out, args.held_out)
@@ -499,7 +512,7 @@ def main(args: argparse.Namespace):
     (args.out / "rows").mkdir(exist_ok=True)
     if args.save:
         return save_one(args)
-    work(args)
+    measure_rows(args)
     report(args)
 
 

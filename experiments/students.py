@@ -168,13 +168,13 @@ def checksum(*arrays: np.ndarray) -> str:
 
 # ------------------------------------------------------------------------------- the students
 
-def read_batch(train: dict, rng: np.random.Generator, index: np.ndarray) -> tuple[Tensor, ...]:
+def read_batch(train_set: dict, rng: np.random.Generator, index: np.ndarray) -> tuple[Tensor, ...]:
     """Flips half of the images, and their tokens -> images [B, 3, S, S] in [0, 1], the teacher's
     tokens [B, 1 + N, D], [CLS] or their mean first, mask bool [B, N], ids_keep [B, V]
     """
     index = np.sort(index)      # as they lie in the file
-    images = torch.from_numpy(train["images"][index]) / 255
-    tokens = torch.from_numpy(train["tokens"][index]).float()
+    images = torch.from_numpy(train_set["images"][index]) / 255
+    tokens = torch.from_numpy(train_set["tokens"][index]).float()
     patches = tokens[:, -GRID ** 2:].unflatten(1, (GRID, GRID))
     flip = torch.from_numpy(rng.random(len(index)) < 0.5)[:, None, None, None]
     images = torch.where(flip, images.flip(3), images)
@@ -185,7 +185,7 @@ def read_batch(train: dict, rng: np.random.Generator, index: np.ndarray) -> tupl
     return images, targets, mask, (~mask).nonzero()[:, 1].view(len(mask), -1)
 
 
-def train(setting: dict, bank: dict, epochs: int, seed: int, positions: Tensor | None = None,
+def train(setting: dict, train_set: dict, epochs: int, seed: int, positions: Tensor | None = None,
           lender: ViT | None = None) -> tuple[Explore, dict]:
     """The loop of pretrain.py on cached tokens -> a student, and means of the last epoch's log
 
@@ -193,10 +193,10 @@ def train(setting: dict, bank: dict, epochs: int, seed: int, positions: Tensor |
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    size = bank["images"].shape[2]
+    size = train_set["images"].shape[2]
     vit = build_vit("vit_nano", image_size=size, patch_size=size // GRID,
                     experts=setting["experts"])
-    student = Explore(vit, bank["tokens"].shape[2]).train()
+    student = Explore(vit, train_set["tokens"].shape[2]).train()
     optimizer = optim.adamw(student, RATE, 0.05, (0.9, 0.95), lr_scale=lambda name: (
         setting["router_rate"] if ".router." in name else 1.0))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -204,13 +204,13 @@ def train(setting: dict, bank: dict, epochs: int, seed: int, positions: Tensor |
     coupling = dict(lambdas=torch.tensor([setting["lambda_"], 0.0]), detach=setting["detach"],
                     loss_weights=setting["weights"] if routed else "uniform")
     w = torch.tensor([1.0, setting["cls_weight"]])
-    epoch_steps = len(bank["images"]) // BATCH
+    epoch_steps = len(train_set["images"]) // BATCH
     logged = [{}]
     for step in range(epochs * epoch_steps):
         at = step % epoch_steps * BATCH
         if at == 0:
-            order, logged = rng.permutation(len(bank["images"])), []
-        images, targets, mask, ids_keep = read_batch(bank, rng, order[at:at + BATCH])
+            order, logged = rng.permutation(len(train_set["images"])), []
+        images, targets, mask, ids_keep = read_batch(train_set, rng, order[at:at + BATCH])
         optim.set_rate(optimizer, optim.learning_rate(step, epochs * epoch_steps, epoch_steps,
                                                       RATE, 1e-6))
         pred = student(normalize(images), mask, ids_keep)
