@@ -4211,16 +4211,18 @@ class TestExperiments:
     def test_each_arm_is_a_row_that_is_trained_once(self, comparison, monkeypatch):
         """The weights of `fixed` are the mean by position of routed students with seeds 0 to 2."""
         trained = spy(monkeypatch, students, "train")
-        comparison("--pairs", "--arms", "routed", "--seeds", "0", "1", "2", bank=9, images=20)
+        comparison("--pairs", "--arms", "fixed", "routed", "--seeds", "0", "1", "2", bank=9,
+                   images=20)
         words = ["--seeds", "3", "--arms", "lent", "loss, lambda 0.5", "fixed"]
         for _ in range(2):
             rows = comparison(*words, bank=9, images=20)
         names = [(row["arm"], row["seed"]) for row in rows]
         assert names == [("chance", None), ("raw pixels", None), ("teacher", None)] + [
+            ("fixed", seed) for seed in range(3)] + [
             (arm, seed) for seed in range(3) for arm in ("untrained", "routed")] + [
             (arm, 3) for arm in ("untrained", "routed", "uniform", "detached", "none",
-                                 "loss, lambda 0.5", "fixed", "lent")]
-        assert len(trained) == 6 + 8 + 1      # the routed student with seed 4 lends
+                                 "loss, lambda 0.5", "lent", "fixed")]
+        assert len(trained) == 9 + 8 + 1      # the routed student with seed 4 lends
         by_name = dict(zip(names, rows))
         for call_ in trained:
             if call_.args[0]["weights"] == "fixed":
@@ -4326,9 +4328,16 @@ class TestExperiments:
             assert call_.args[0].requires_grad and not call_.args[1].requires_grad
 
     def test_fixed_weights_are_those_of_the_first_three_seeds(self):
-        key = dict(epochs=1, images=2, lambda_=0.1, router_rate=1.0)
-        rows = [key | dict(arm="routed", seed=seed, positions=[seed / 2]) for seed in (0, 2, 3)]
-        assert compare.find_positions(rows, key).tolist() == [0.5]
+        """Seed 0 alone, whose row comes first, is not their mean."""
+        key = dict(arm="fixed", epochs=1, images=2) | compare.find_setting("fixed")
+        rows = [key | dict(arm="routed", seed=seed, positions=[seed ** 2.0, -1.0])
+                for seed in (0, 3, 2, 1)]
+        rows += [row | {name: 7, "positions": [50.0, 50.0]} for row in rows
+                 for name in ("epochs", "images", "lambda_", "cls_weight", "router_rate")]
+        assert compare.find_positions(rows, key).tolist() == pytest.approx([5 / 3, -1.0])
+        for few in (rows[:3], rows[1:4], rows[2:]):
+            with pytest.raises(common.UserError, match="fixed: no rows .* seeds 0 to 2"):
+                compare.find_positions(few, key)
 
     def test_a_saved_student_is_a_checkpoint(self, comparison, tmp_path):
         file = tmp_path / "student.pt"

@@ -164,11 +164,17 @@ def lend(args: argparse.Namespace, train_set: dict, key: dict) -> ViT:
 
 
 def find_positions(rows: list[dict], key: dict) -> Tensor:
-    """The mean weights [N] of routed students with seeds 0 to 2 and otherwise the same settings"""
-    same = "epochs", "images", "lambda_", "router_rate"
-    return torch.tensor([row["positions"] for row in rows
-                         if row["arm"].startswith("routed") and row["seed"] in (0, 1, 2)
-                         and all(row[name] == key[name] for name in same)]).mean(0)
+    """The mean weights [N] of routed students with seeds 0 to 2 and otherwise the same settings.
+    Raises UserError if one has no row.
+    """
+    same = "epochs", "images", "lambda_", "cls_weight", "router_rate"
+    found = {row["seed"]: row["positions"] for row in rows
+             if row["arm"].startswith("routed") and row["seed"] in (0, 1, 2)
+             and all(row[name] == key[name] for name in same)}
+    if len(found) < 3:
+        raise UserError(f"{key['arm']}: no rows of routed students with the seeds 0 to 2 and "
+                        "otherwise the same settings; train them first")
+    return torch.tensor(list(found.values())).mean(0)
 
 
 def measure(args: argparse.Namespace, key: dict) -> tuple[dict, np.ndarray]:
@@ -251,7 +257,7 @@ def work(args: argparse.Namespace):
     """Measures the rows that --rows lacks, and keeps which answers were right in --out."""
     done = read_lines(args.rows)
     keys = [key for key in find_keys(args) if not any(key.items() <= row.items() for row in done)]
-    keys.sort(key=lambda key: key.get("weights") == "lent")      # last: other rows lend
+    keys.sort(key=lambda key: key.get("weights") in ("fixed", "lent"))      # need other rows
     note(f"{args.out}: {len(keys)} rows to measure", sys.stdout)
     args.rows.parent.mkdir(parents=True, exist_ok=True)
     with open(args.rows, "a") as file, contextlib.ExitStack() as stack:
