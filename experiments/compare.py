@@ -336,17 +336,21 @@ def differences(rows: list[dict], arm: str, other: str, measure: str) -> np.ndar
 def image_error(args: argparse.Namespace, rows: list[dict], arm: str, other: str,
                 measure: str) -> float | None:
     """The standard error of a difference over the choice of test images, if --out has which answers
-    were right
+    of these rows were right
     """
-    ours, theirs = ({row["seed"]: find_file(args, row, "npy") for row in rows
-                     if row["arm"] == each} for each in (arm, other))
-    seeds = ours.keys() & theirs.keys()
-    if not all(files[seed].exists() for files in (ours, theirs) for seed in seeds):
+    ours, theirs = ({row["seed"]: row for row in rows if row["arm"] == each}
+                    for each in (arm, other))
+    pairs = [(ours[seed], theirs[seed]) for seed in ours.keys() & theirs.keys()]
+    files = [[find_file(args, row, "npy") for row in pair] for pair in pairs]
+    if not all(file.exists() for file in itertools.chain(*files)):
         return None
-    count, at = rows[0]["test"], list(MEASURES).index(measure)
-    right = [[np.unpackbits(np.load(files[seed])[at], count=count) for seed in seeds]
-             for files in (ours, theirs)]
-    return 100 * float(np.subtract(*np.mean(right, axis=1)).std(ddof=1)) / math.sqrt(count)
+    count, at = rows[0].get("test"), list(MEASURES).index(measure)
+    right = np.array([[np.unpackbits(np.load(file)[at], count=count) for file in pair]
+                      for pair in files])      # [seeds, 2, Q]
+    accuracies = [[row[measure] for row in pair] for pair in pairs]
+    if not np.allclose(100 * right.mean(2), accuracies, atol=1e-3):      # of another --rows
+        return None
+    return 100 * float(np.subtract(*right.mean(0)).std(ddof=1)) / math.sqrt(right.shape[2])
 
 
 def compare_arms(args: argparse.Namespace, rows: list[dict], arm: str, other: str,
