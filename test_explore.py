@@ -4485,16 +4485,17 @@ class TestExperiments:
         assert "routed minus none, linear probe: +2.00 ± 2.48, 3 seeds, p 0.074, 0.148" in out
 
     @pytest.mark.parametrize("obstacle, changes", (
-        ("", {}), ("rows", dict(seeds=1)), ("teacher", dict(teacher=31.0)),
-        ("students", dict(untrained=61.0)), ("lambda", dict(cv=0.03, lambda_=1.5)),
+        ("", {}), ("rows", dict(seeds=1)), ("rows", dict(other="detached")),
+        ("teacher", dict(teacher=31.0)), ("students", dict(untrained=61.0)),
+        ("students", dict(untrained=60.0, noise=1.0)), ("lambda", dict(cv=0.03, lambda_=1.5)),
         ("length", dict(cv=0.03)), ("lambda", dict(uniform_cv=0.2)),
         ("intervals", dict(noise=9.0, test=400))))
     def test_a_comparison_says_what_keeps_it_from_an_answer(self, tmp_path, obstacle, changes):
         is_ = dict(seeds=4, teacher=80.0, untrained=30.0, cv=0.25, uniform_cv=0.04, noise=0.1,
-                   lambda_=0.1, test=5000) | changes
+                   lambda_=0.1, test=5000, other="uniform") | changes
         rows = [dict(arm="teacher", seed=None, probe=is_["teacher"], knn=is_["teacher"])]
         for arm, mean, cv in (("untrained", is_["untrained"], 0.0), ("routed", 60.5, is_["cv"]),
-                              ("uniform", 60.0, is_["uniform_cv"])):
+                              (is_["other"], 60.0, is_["uniform_cv"])):
             for seed in range(is_["seeds"]):
                 accuracy = mean + is_["noise"] * (arm == "routed") * (-1, 1, -1, 1)[seed]
                 rows.append(dict(arm=arm, seed=seed, probe=accuracy, knn=accuracy, dispatch_cv=cv,

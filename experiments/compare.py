@@ -363,9 +363,9 @@ def compare_arms(args: argparse.Namespace, rows: list[dict], arm: str, other: st
     values = differences(rows, arm, other, measure)
     if len(values) < 2:
         return {}
-    found = dict(name=f"{arm} minus {other}, {MEASURES[measure]}", measure=measure,
-                 mean=float(values.mean()), seeds=len(values), width=half_width(values),
-                 p=p_value(values))
+    found = dict(name=f"{arm} minus {other}, {MEASURES[measure]}", pair=[arm, other],
+                 measure=measure, mean=float(values.mean()), seeds=len(values),
+                 width=half_width(values), p=p_value(values))
     by_images = image_error(args, rows, arm, other, measure)
     if by_images is None:
         return found
@@ -428,7 +428,8 @@ def find_obstacle(args: argparse.Namespace, rows: list[dict], found: list[dict])
     own, base, untrained, teacher = ([row for row in rows if row["arm"] == name]
                                      for name in (arm, other, "untrained", "teacher"))
     learned = [compare_arms(args, rows, arm, "untrained", measure) for measure in MEASURES]
-    if not (found and teacher and all(learned)):
+    first = [each for each in found if each["pair"] == [arm, other]]
+    if not (first and teacher and all(learned)):
         return "rows"
 
     def exceeds(measure: str) -> bool:
@@ -444,7 +445,6 @@ def find_obstacle(args: argparse.Namespace, rows: list[dict], found: list[dict])
     if arm.startswith("routed") and (cv < 0.1 or cv < 1.5 * base_cv):
         predicted = 0.5 * np.mean([row["token_spread"] for row in own]) / own[0]["lambda_"]
         return "length" if cv < 0.5 * predicted else "lambda"
-    first = [each for each in found if each["name"].startswith(f"{arm} minus {other},")]
     if all(width(each) > PAPERS_GAIN[each["measure"]] for each in first) and not differing(found):
         return "intervals"
     return ""
