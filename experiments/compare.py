@@ -491,8 +491,8 @@ def report(args: argparse.Namespace):
 
 
 def save_one(args: argparse.Namespace):
-    """Trains the first of --arms with the first of --seeds, writes it in half precision to --save,
-    and prints its row.
+    """Trains the first of --arms with the first of --seeds, and writes it in half precision to
+    --save.
     """
     key = next(key for key in find_keys(args) if key["arm"] == args.arms[0])
     train_set, *_ = students.open_sets(args.out, args.held_out)
