@@ -227,15 +227,15 @@ class Run:
             if step == self.start_step:      # it compiles, so its time does not count
                 self.start_clock(done)
             return
-        stops = self.log_means(done, lr)
+        asked = self.log_means(done, lr)        # to stop
         if scheduled and not self.measure:      # before last.pt, or a kill between them loses it
             self.save(f"epoch_{done // self.epoch_steps:04d}.pt", done, "model")
         self.due = scheduled and self.measure is not None
-        if saves or stops:                      # before an evaluation, which may fail
+        if saves or asked:                      # before an evaluation, which may fail
             self.save("last.pt", done, *self.parts)
-        if self.due and not stops:              # else the same command evaluates
+        if self.due and not asked:              # else the same command evaluates
             self.evaluate(done)
-        stops = stops and (done < self.stop_step or self.due)
+        stops = asked and (done < self.stop_step or self.due)
         if stops or done == self.stop_step:
             self.report(done, stops)
             # all ranks keep their signal handlers until rank 0 has saved
