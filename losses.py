@@ -245,8 +245,8 @@ def explore_losses(pred, targets: Tensor, images: Tensor, mask: Tensor, *,
 
     losses, metrics = {}, {}
 
-    def couple(name: str, patch_loss: Tensor, selected: Tensor, weights: Tensor | None):
-        losses[name], more = coupled_loss(patch_loss, selected, weights, EXPERTS[name],
+    def couple(name: str, patch_loss: Tensor, counted: Tensor, by: Tensor | None):
+        losses[name], more = coupled_loss(patch_loss, counted, by, EXPERTS[name],
                                           kind=loss_weights, detach=detach, prefix=prefix)
         metrics.update({f"{name}_{key}": value for key, value in more.items()})
 

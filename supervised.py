@@ -211,8 +211,8 @@ def fit(args, process: common.Process, model: nn.Module, views: Dataset, compute
     record: more arguments of `Run`
     """
     micro_steps, epoch_steps = data.plan_steps(args, process.world, len(views))
-    if vars(args).get("augment") == "strong" and (
-            args.batch_size == process.world * micro_steps):      # it would mix with itself
+    micro_batch = args.batch_size // (process.world * micro_steps)
+    if vars(args).get("augment") == "strong" and micro_batch == 1:      # it would mix with itself
         raise UserError("mixup needs micro-batches of several images; give a larger --micro-batch")
     if "epochs" in args:
         steps, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps

@@ -76,7 +76,7 @@ OBSTACLES = {
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+                                     formatter_class=common.HelpFormatter)
     add = parser.add_argument
     add("--data", required=True, help="images with train/ and val/, as pretrain.py takes them")
     add("--teacher", help=f"as pretrain.py takes it (default: {TEACHER} or, where it cannot be "
@@ -133,6 +133,8 @@ def find_teacher(args: argparse.Namespace) -> str:
         build_frozen(TEACHER)
         return TEACHER
     except UserError as error:
+        if args.bank or args.held_out:      # it would know the labels of test images
+            raise
         note(f"{error}; so a small teacher is trained on the labels of --data, which knows little")
     folder = args.out / "teacher"
     finetune.main(finetune.parse_args([
@@ -211,7 +213,7 @@ def train_student(args: argparse.Namespace, key: dict, train_set: dict) -> tuple
         more["positions"] = find_positions(read_lines(args.rows), key)
     if setting["weights"] == "lent":
         more["lender"] = lend(args, train_set, key)
-    epochs = 0 if key["arm"] == "untrained" else key["epochs"]
+    epochs = 0 if key["arm"].startswith("untrained") else key["epochs"]
     student, means = students.train(setting, train_set, epochs, key["seed"], **more)
     means["parameters"] = sum(p.numel() for p in student.encoder.parameters())
     if key["arm"].startswith("routed"):
@@ -361,9 +363,10 @@ def image_error(args: argparse.Namespace, rows: list[dict], arm: str, other: str
 
 def compare_arms(args: argparse.Namespace, rows: list[dict], arm: str, other: str,
                  measure: str) -> dict:
-    """arm minus other: the mean, half of its interval, and p; empty if they share no two seeds
+    """arm minus other: the mean, its margin of error (half of the interval), and p; empty if they
+    share no two seeds
 
-    Interval and p are for other seeds and, as `width_images` and `p_images`, for other test images,
+    Margin and p are for other seeds and, as `margin_images` and `p_images`, for other test images,
     too, if --out has which answers were right.
     """
     values = paired_differences(rows, arm, other, measure)
@@ -371,11 +374,11 @@ def compare_arms(args: argparse.Namespace, rows: list[dict], arm: str, other: st
         return {}
     found = dict(name=f"{arm} minus {other}, {MEASURES[measure]}", pair=[arm, other],
                  measure=measure, mean=float(values.mean()), seeds=len(values),
-                 width=half_width(values), p=p_value(values))
+                 margin=half_width(values), p=p_value(values))
     by_images = image_error(args, rows, arm, other, measure)
     if by_images is None:
         return found
-    return found | dict(width_images=half_width(values, by_images),
+    return found | dict(margin_images=half_width(values, by_images),
                         p_images=p_value(values, by_images))
 
 
@@ -393,9 +396,9 @@ def compare_pairs(args: argparse.Namespace, rows: list[dict]) -> list[dict]:
     return found
 
 
-def width(each: dict) -> float:
-    """Half of the interval for other seeds and, if that is known, for other test images, too"""
-    return each.get("width_images", each["width"])
+def margin(each: dict) -> float:
+    """The margin of error for other seeds and, if that is known, for other test images, too"""
+    return each.get("margin_images", each["margin"])
 
 
 def differing(found: list[dict]) -> list[dict]:
@@ -429,6 +432,13 @@ def print_table(rows: list[dict]):
         print("| " + " | ".join(cells) + " |")
 
 
+def exceeds(rows: list[dict], others: list[dict], measure: str) -> bool:
+    """Whether the accuracy of rows is above the others' by more than the choice of test images"""
+    high, low = (np.mean([row[measure] for row in each]) for each in (rows, others))
+    count = min(rows[0]["test"], students.TEACHER_IMAGES)
+    return high - low > 1.96 * math.sqrt(2 * low * (100 - low) / count)
+
+
 def find_obstacle(args: argparse.Namespace, rows: list[dict], found: list[dict]) -> str:
     """What keeps the rows from an answer, a key of OBSTACLES, or "" """
     arm, other = args.pairs[0]
@@ -438,22 +448,16 @@ def find_obstacle(args: argparse.Namespace, rows: list[dict], found: list[dict])
     first = [each for each in found if each["pair"] == [arm, other]]
     if len(found) < len(MEASURES) * len(args.pairs) or not (teacher and all(learned)):
         return "rows"
-
-    def exceeds(measure: str) -> bool:
-        """Whether the teacher is above the untrained student by more than chance"""
-        low, high = (np.mean([row[measure] for row in each]) for each in (untrained, teacher))
-        count = min(rows[0]["test"], students.TEACHER_IMAGES)
-        return high - low > 1.96 * math.sqrt(2 * low * (100 - low) / count)
-    if not any(map(exceeds, MEASURES)):
+    if not any(exceeds(teacher, untrained, measure) for measure in MEASURES):
         return "teacher"
-    if not any(each["mean"] > width(each) for each in learned):
+    if not any(each["mean"] > margin(each) for each in learned):
         return "students"
     cv, base_cv = (np.mean([row.get("dispatch_cv", 0) for row in each]) for each in (own, base))
     if arm.startswith("routed") and (cv < 0.1 or cv < 1.5 * base_cv):
         # the variation of weights that are free (`losses.loss_spread`); a router's vary less
         free = np.mean([row["token_spread"] for row in own]) / own[0]["lambda_"]
         return "length" if cv < free / 4 else "lambda"
-    if all(width(each) > PAPERS_GAIN[each["measure"]] for each in first) and not differing(found):
+    if all(margin(each) > PAPERS_GAIN[each["measure"]] for each in first) and not differing(found):
         return "intervals"
     return ""
 
@@ -467,7 +471,7 @@ def find_verdict(args: argparse.Namespace, rows: list[dict], found: list[dict]) 
              "this schedule.")
     if names := [f"{each['name']} ({each['mean']:+.2f})" for each in differing(found)]:
         return f"After the correction, these differ: {'; '.join(names)}. {scope}"
-    limit = max(abs(each["mean"]) + width(each) for each in found)
+    limit = max(abs(each["mean"]) + margin(each) for each in found)
     return ("No difference survives the correction; the intervals leave room for differences of "
             f"up to {limit:.1f} points. {scope}")
 
@@ -487,16 +491,16 @@ def report(args: argparse.Namespace):
             print("\nDifferences in points with 95 % intervals for other seeds, and p of a paired "
                   f"t test, by itself and by Holm's method for {len(found)} comparisons:")
         for each in found:
-            print(f"{each['name']}: {each['mean']:+.2f} ± {each['width']:.2f}, {each['seeds']} "
+            print(f"{each['name']}: {each['mean']:+.2f} ± {each['margin']:.2f}, {each['seeds']} "
                   f"seeds, p {each['p']:.3f}, {each['corrected_p']:.3f}")
             if "corrected_p_images" in each:
-                print(f"    with other test images: ± {each['width_images']:.2f}, "
+                print(f"    with other test images: ± {each['margin_images']:.2f}, "
                       f"p {each['p_images']:.3f}, {each['corrected_p_images']:.3f}")
         for row in rows:
             if row.get("duplicates", 0) > 0.03:
                 print(f"{row['duplicates']:.0%} of the test images are labeled images, too, so "
                       "accuracies are too high: val/ must hold other photographs.")
-        if args.pairs:
+        if args.pairs and epochs == args.epochs:
             print(f"\n{find_verdict(args, rows, found)}")
 
 

@@ -142,9 +142,12 @@ def find_features(folder: Path, held_out: bool) -> tuple[Tensor, Tensor, np.ndar
     """
     facts = json.loads((folder / "facts.json").read_text())
     _, bank, test = open_sets(folder, held_out)
-    _, *places = list_images(facts["data"], facts["images"], facts["bank"])
+    _, *places = sets = list_images(facts["data"], facts["images"], facts["bank"])
+    if [len(each) for each in sets] != facts["counts"]:
+        raise UserError(f"{facts['data']} has other images than {folder}; give another --out")
     everything = np.arange(len(bank["labels"]))
-    seen = np.arange(0, len(test["labels"]), math.ceil(len(test["labels"]) / TEACHER_IMAGES))
+    count = min(len(test["labels"]), TEACHER_IMAGES)
+    seen = np.arange(count) * len(test["labels"]) // count
     features = []
     for found, index, place in zip((bank, test), (everything, seen), places):
         if "tokens" in found:
