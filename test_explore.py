@@ -4254,6 +4254,7 @@ class TestExperiments:
             comparison(*words, images=20)
         epochs = [row["epochs"] for row in comparison(*words, epochs=3)]
         assert epochs == [2] * 4 + [3] * 4      # other students
+        assert len(list((tmp_path / "out" / "rows").glob("*.npy"))) == 8
         labels = np.load(tmp_path / "out" / "labels.npy")
         np.save(tmp_path / "out" / "labels.npy", labels[::-1])
         with pytest.raises(common.UserError, match="rows.jsonl"):
