@@ -4422,6 +4422,50 @@ class TestExperiments:
         found = compare.compare_arms(args, rows, "a", "b", "probe")
         assert "width_images" not in found and found["width"] > 0
 
+    def test_other_images_widen_the_intervals_of_the_rows_that_they_belong_to(self, tmp_path,
+                                                                              capsys):
+        """With three seeds, Student's p is 1 - t / sqrt(2 + t^2)."""
+        rng = np.random.default_rng(5)
+        settings = "--data x --seeds 3 4 5 --print --out", str(tmp_path)
+        args = compare.parse_args([*" ".join(settings).split(), "--pairs", "routed - uniform"])
+        (tmp_path / "rows").mkdir()
+        rows, right = [], {}
+        for arm, chance in (("routed", 0.7), ("uniform", 0.5)):      # seeds differ in 2 images
+            right[arm] = np.repeat(rng.random((1, 2, 37)) < chance, 3, axis=0)
+            for seed in range(3):
+                right[arm][seed, 0, seed:seed + 2] ^= True
+                right[arm][seed, 1, 2 * seed:2 * seed + 3] ^= True
+                probe, neighbors = 100 * right[arm][seed].mean(1)
+                rows.append(common.rounded(compare.find_setting(arm) | dict(
+                    arm=arm, seed=3 + seed, epochs=16, images=4000, bank=9, test=37,
+                    probe=probe, knn=neighbors)))
+                np.save(compare.find_file(args, rows[-1], "npy"),
+                        np.packbits(right[arm][seed], axis=1))
+        seen = right["routed"].astype(int) - right["uniform"]      # [seeds, measures, images]
+        expected = []
+        for each in 100 * np.moveaxis(seen, 1, 0):
+            noise = (each - each.mean(1, keepdims=True)).var(0, ddof=1).mean() / 3
+            error = math.hypot(each.mean(1).std(ddof=1) / math.sqrt(3),
+                               math.sqrt((each.mean(0).var(ddof=1) - noise) / 37))
+            t = abs(each.mean()) / error
+            expected.append([4.303 * error, 1 - t / math.sqrt(2 + t * t)])
+        few, many = sorted(p for _, p in expected)
+        corrected = {few: min(1, 2 * few), many: max(min(1, 2 * few), many)}
+
+        def said(rows):
+            write_text(args.rows, "".join(json.dumps(row) + "\n" for row in rows))
+            compare.main(args)
+            numbers = r"with other test images: ± ([\d.]+), p ([\d.]+), ([\d.]+)"
+            return [[*map(float, found)] for found in re.findall(numbers, capsys.readouterr().out)]
+        for found, (width, p) in zip(said(rows), expected, strict=True):
+            assert found == pytest.approx([width, p, corrected[p]], abs=0.01)
+        found = compare.compare_pairs(args, rows)
+        assert [compare.width(each) for each in found] == pytest.approx(
+            [width for width, _ in expected], abs=0.01)
+        assert min(each["corrected_p"] for each in found) < 0.05 < 2 * few
+        assert compare.differing(found) == []
+        assert said([row | dict(probe=row["probe"] + 1) for row in rows]) == []
+
     def test_the_tables_pair_arms_by_seed(self, tmp_path, capsys):
         probes = {"none": {3: 40.0, 4: 42.0, 5: 47.0}, "uniform, lambda 0.5": {3: 40.5, 4: 43.0},
                   "routed": {3: 41.0, 4: 44.0, 5: 50.0}}

@@ -339,19 +339,24 @@ def paired_differences(rows: list[dict], arm: str, other: str, measure: str) -> 
 def image_error(args: argparse.Namespace, rows: list[dict], arm: str, other: str,
                 measure: str) -> float | None:
     """The standard error of a difference over the choice of test images, if --out has which answers
-    were right. The spread over seeds has the noise of single answers, so it does not count here.
+    of these rows were right. The spread over seeds has the noise of single answers, so it does not
+    count here.
     """
-    ours, theirs = ({row["seed"]: find_file(args, row, "npy") for row in rows
-                     if row["arm"] == each} for each in (arm, other))
-    seeds = ours.keys() & theirs.keys()
-    if not all(files[seed].exists() for files in (ours, theirs) for seed in seeds):
+    ours, theirs = ({row["seed"]: row for row in rows if row["arm"] == each}
+                    for each in (arm, other))
+    pairs = [(ours[seed], theirs[seed]) for seed in ours.keys() & theirs.keys()]
+    files = [[find_file(args, row, "npy") for row in pair] for pair in pairs]
+    if not all(file.exists() for file in itertools.chain(*files)):
         return None
-    count, at = rows[0]["test"], list(MEASURES).index(measure)
-    ours, theirs = (np.array([np.unpackbits(np.load(files[seed])[at], count=count)
-                              for seed in seeds], dtype=float) for files in (ours, theirs))
-    gain = 100 * (ours - theirs)                                                      # [seeds, Q]
-    noise = (gain - gain.mean(1, keepdims=True)).var(0, ddof=1).mean() / len(seeds)
-    return math.sqrt(max(0.0, gain.mean(0).var(ddof=1) - noise) / count)
+    count, at = rows[0].get("test"), list(MEASURES).index(measure)
+    right = np.array([[np.unpackbits(np.load(file)[at], count=count) for file in pair]
+                      for pair in files], dtype=float)                            # [seeds, 2, Q]
+    accuracies = [[row[measure] for row in pair] for pair in pairs]
+    if not np.allclose(100 * right.mean(2), accuracies, atol=1e-3):      # of another --rows
+        return None
+    gain = 100 * (right[:, 0] - right[:, 1])                                          # [seeds, Q]
+    noise = (gain - gain.mean(1, keepdims=True)).var(0, ddof=1).mean() / len(pairs)
+    return math.sqrt(max(0.0, gain.mean(0).var(ddof=1) - noise) / gain.shape[1])
 
 
 def compare_arms(args: argparse.Namespace, rows: list[dict], arm: str, other: str,
