@@ -1777,6 +1777,13 @@ class TestData:
         with pytest.raises(common.UserError, match="cannot read the image"):
             segment.EvalScenes(seen.dataset, 32, 11)[3]
 
+    def test_images_that_another_process_cannot_read_stop_this_one(self, monkeypatch):
+        """It would wait for the other process, which has ended."""
+        args, process = loading()
+        monkeypatch.setattr(process, "sum", lambda broken: broken + 3)
+        with pytest.raises(common.UserError, match="3 of 5 images"):
+            data.check([None] * 5, args, process)
+
     @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc")
     def test_finished_evaluations_keep_no_files_open(self):
         """A run of a hundred evaluations would reach the limit of 1,024 open files."""
@@ -3005,7 +3012,7 @@ def save(*args, save=torch.save):
 
 
 class TestFolder:
-    @pytest.mark.parametrize("name", ("best.pt", "epoch_0007.pt", "knn.jsonl"))
+    @pytest.mark.parametrize("name", ("best.pt", "epoch_0007.pt", "knn.jsonl", "log.jsonl"))
     def test_a_folder_of_another_run_is_refused(self, stage, capsys, tmp_path, name):
         """It belongs to somebody else, or to a run whose last.pt was lost. Accuracies in knn.jsonl
         would count as this run's.
