@@ -1592,7 +1592,7 @@ class TestData:
     def test_images_that_do_not_have_8_bits_are_refused(self, tmp_path, name, kind):
         """Nobody knows which float is white, and 16 bits would become white."""
         Image.fromarray(PICTURE[..., 0].astype(kind)).save(tmp_path / name)
-        with pytest.raises(common.UserError, match=f"{tmp_path}/{name}, .*: mode"):
+        with pytest.raises(common.UserError, match=f"{tmp_path}/{name}: mode"):
             data.read_image(tmp_path / name)
 
     @pytest.mark.parametrize("kind, mode", (("PNG", "P"), ("JPEG", "CMYK")))
