@@ -4575,14 +4575,16 @@ class TestExperiments:
 
     @pytest.mark.parametrize("obstacle, changes", (
         ("", {}), ("rows", dict(seeds=1)), ("rows", dict(other="none")),
-        ("teacher", dict(teacher=31.0)), ("students", dict(untrained=61.0)),
-        ("students", dict(untrained=60.0, noise=1.0)), ("lambda", dict(cv=0.03, lambda_=1.5)),
-        ("length", dict(cv=0.03)), ("lambda", dict(uniform_cv=0.2)),
+        ("teacher", dict(teacher=31.0)), ("duplicates", dict(teacher=31.0, duplicates=0.6)),
+        ("students", dict(untrained=61.0)), ("students", dict(untrained=60.0, noise=1.0)),
+        ("lambda", dict(cv=0.03, lambda_=1.5)), ("length", dict(cv=0.03)),
+        ("lambda", dict(uniform_cv=0.2)),
         ("intervals", dict(noise=9.0, test=400))))
     def test_a_comparison_says_what_keeps_it_from_an_answer(self, tmp_path, obstacle, changes):
         is_ = dict(seeds=4, teacher=80.0, untrained=30.0, cv=0.25, uniform_cv=0.04, noise=0.1,
-                   lambda_=0.1, test=5000, other="uniform") | changes
-        rows = [dict(arm="teacher", seed=None, probe=is_["teacher"], knn=is_["teacher"])]
+                   lambda_=0.1, test=5000, other="uniform", duplicates=0.4) | changes
+        rows = [dict(arm="teacher", seed=None, probe=is_["teacher"], knn=is_["teacher"],
+                     duplicates=is_["duplicates"])]
         for arm, mean, cv in (("untrained", is_["untrained"], 0.0), ("routed", 60.5, is_["cv"]),
                               (is_["other"], 60.0, is_["uniform_cv"])):
             for seed in range(is_["seeds"]):

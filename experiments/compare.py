@@ -62,6 +62,7 @@ TEACHER = "timm/tf_efficientnet_lite0.in1k"
 PAPERS_GAIN = {"probe": 3.4, "knn": 1.3}      # routed minus none, and routed minus uniform
 OBSTACLES = {
     "rows": "rows are missing; the same command measures them.",
+    "duplicates": "most test images are labeled images, too: val/ must hold other photographs.",
     "teacher": "the teacher is no better than an untrained student; take another --teacher.",
     "students": "the students learned nothing: they are not above untrained ones by more than the "
                 "interval. Train for more --epochs or on more images.",
@@ -448,6 +449,8 @@ def find_obstacle(args: argparse.Namespace, rows: list[dict], found: list[dict])
     first = [each for each in found if each["pair"] == [arm, other]]
     if len(found) < len(MEASURES) * len(args.pairs) or not (teacher and all(learned)):
         return "rows"
+    if any(row.get("duplicates", 0) > 0.5 for row in rows):
+        return "duplicates"
     if not any(exceeds(teacher, untrained, measure) for measure in MEASURES):
         return "teacher"
     if not any(each["mean"] > margin(each) for each in learned):
