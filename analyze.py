@@ -326,7 +326,7 @@ def image_axes(rows: int, columns: int):
 
 def draw_row(axes, images: np.ndarray, row: Row):
     """Draws a row's values over pale images -> what matplotlib drew last"""
-    axes[0].set_ylabel(row.label)
+    axes[0].set_ylabel(row.label.replace(" (", "\n("))      # else, rows overlap
     axes[(len(images) - 1) // 2].set_title(plain(row.title), fontsize="medium", wrap=True)
     side = math.isqrt(row.values.shape[1])
     for axis, image, values in zip(axes, images, row.values):

@@ -4049,7 +4049,8 @@ class TestAnalyze:
         """A checkpoint of another program does not know."""
         args = vars(pretrain.parse_args(flags.split())) if flags else {}
         show(write_student("a", **args | dict(teacher=None, loss_block=None)))
-        labels = [axis.get_ylabel() for axis in drawn["heatmaps.png"].axes[5::5]]
+        labels = [axis.get_ylabel().replace("\n", " ")
+                  for axis in drawn["heatmaps.png"].axes[5::5]]
         expected = [f"expert {expert}" + f" ({loss})" * bool(loss)
                     for expert, loss in enumerate(said)]
         assert labels[:3] == expected
@@ -4600,6 +4601,17 @@ class TestExperiments:
         assert verdict.startswith("This run cannot tell" if obstacle else "After the correction")
         assert obstacle or ("routed minus uniform, k-NN (+0.50)" in verdict
                             and "other seeds on the same test images" in verdict)
+
+    def test_the_example_has_the_features_that_it_was_saved_with(self):
+        file = HERE / "example" / "student.pt"
+        encoder = checkpoints.load_encoder(file).eval()
+        image = Shapes("val", 32)[5][0]
+        tokens, routing = encoder(normalized(image[None] / 255))
+        expected = torch.tensor([1.2824, 0.1054, 0.2952, -0.1083, 0.1872])
+        assert torch.allclose(tokens[0, 0, :5], expected, atol=2e-3)
+        expected = torch.tensor([0.8631, 0.8749, 0.8841])
+        assert torch.allclose(65 * routing[3].dispatch[0, 1:4, 0], expected, atol=2e-3)
+        assert file.stat().st_size < 2.5e6
 
     def test_arms_are_names_and_settings(self):
         setting = compare.find_setting("routed, lambda 0.5, rate x 10, w_cls 2")
