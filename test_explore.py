@@ -1787,14 +1787,14 @@ class TestData:
     @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc")
     def test_finished_evaluations_keep_no_files_open(self):
         """A run of a hundred evaluations would reach the limit of 1,024 open files."""
-        gc.collect()      # what earlier tests have left open
         others, open_files = multiprocessing.active_children(), []
-        for _ in range(3):
+        for _ in range(5):
             batches = data.eval_batches(data.CenterViews(Shapes("val", 8), 8), 512,
                                         argparse.Namespace(workers=2), loading()[1])
             assert [len(batch["image"]) for batch in batches] == [512, 512]
+            gc.collect()      # a finished worker's files are closed with it, whenever that is
             open_files.append(len(os.listdir("/proc/self/fd")))
-        assert open_files[2] <= open_files[1]
+        assert open_files[4] - open_files[0] < 4      # workers that are kept have four at a time
         assert set(multiprocessing.active_children()) <= set(others)
 
     def test_a_program_that_imports_data_keeps_its_children(self, tmp_path):

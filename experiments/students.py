@@ -176,16 +176,18 @@ def read_batch(train_set: dict, rng: np.random.Generator, index: np.ndarray) -> 
     tokens [B, 1 + N, D], [CLS] or their mean first, mask bool [B, N], ids_keep [B, V]
     """
     index = np.sort(index)      # as they lie in the file
-    images = torch.from_numpy(train_set["images"][index]) / 255
-    tokens = torch.from_numpy(train_set["tokens"][index]).float()
-    patches = tokens[:, -GRID ** 2:].unflatten(1, (GRID, GRID))
-    flip = torch.from_numpy(rng.random(len(index)) < 0.5)[:, None, None, None]
-    images = torch.where(flip, images.flip(3), images)
-    patches = torch.where(flip, patches.flip(2), patches).flatten(1, 2)
-    cls = patches.mean(1) if tokens.shape[1] == GRID ** 2 else tokens[:, 0]
+    flip = rng.random(len(index)) < 0.5
+    images, tokens = train_set["images"][index], train_set["tokens"][index]
+    images[flip] = images[flip, ..., ::-1]
+    patches = tokens[:, -GRID ** 2:].reshape(-1, GRID, GRID, tokens.shape[2])      # a view
+    patches[flip] = patches[flip, :, ::-1]
+    targets = torch.empty(len(index), 1 + GRID ** 2, tokens.shape[2])
+    targets[:, -tokens.shape[1]:] = torch.from_numpy(tokens)
+    if tokens.shape[1] == GRID ** 2:
+        targets[:, 0] = targets[:, 1:].mean(1)
     mask = torch.from_numpy(np.stack([block_mask(rng, GRID, 0.4) for _ in index]))
-    targets = torch.cat([cls[:, None], patches], dim=1)
-    return images, targets, mask, (~mask).nonzero()[:, 1].view(len(mask), -1)
+    return (torch.from_numpy(images) / 255, targets, mask,
+            (~mask).nonzero()[:, 1].view(len(mask), -1))
 
 
 def train(setting: dict, train_set: dict, epochs: int, seed: int, positions: Tensor | None = None,
