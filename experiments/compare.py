@@ -158,11 +158,11 @@ def prepare_once(args: argparse.Namespace):
 
 
 def lend(args: argparse.Namespace, train_set: dict, key: dict) -> ViT:
-    """The routed student of another seed, which is trained unless its row has been: seeds 3 and 4
-    lend to each other, 5 and 6, and so on.
+    """The routed student of another seed, which is trained unless its row has been: seeds 1 and 2
+    lend to each other, 3 and 4, and so on, and seed 1 lends to 0.
     """
     other = key | dict(arm=key["arm"].replace("lent", "routed"), weights="dispatch",
-                       seed=key["seed"] + (1 if key["seed"] % 2 else -1))
+                       seed=key["seed"] + 1 if key["seed"] % 2 else abs(key["seed"] - 1))
     file = find_file(args, other, "pt")
     if not file.exists():
         train_student(args, other, train_set)      # saves it
