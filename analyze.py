@@ -42,7 +42,8 @@ SHOWN_IMAGES = 6           # at most, in heatmaps.png
 SHOWN_EXPERTS = 8          # at most, in pictures
 SHOWN_SIZE = 224           # pixels at least, in heatmaps.png: more than a small student sees
 SAMPLED_TOKENS = 10_000      # about as many for the silhouette: distances of all pairs take 400 MB
-LEGEND = """Expert 0 in the block whose router weights the losses, or in --block:
+LEGEND = """In heatmaps.png, red patches have more than the uniform weight, blue ones less.
+Expert 0 in the block whose router weights the losses, or in --block:
   dispatch_cv  the standard deviation of its weights over an image's patches, over their mean
   correlation  of a patch's weight with its token loss: negative if costly patches get less weight
   silhouette   how well the experts separate the tokens: 1 well, 0 not at all"""
@@ -100,7 +101,7 @@ def find_teacher(checkpoint: dict, encoder: ViT, process: common.Process
     try:
         name = checkpoint["args"].get("teacher")
         if not name:
-            raise UserError("it names no teacher")
+            raise UserError("the file names no teacher")
         teacher = build_frozen(name, encoder.grid).to(process.device, process.amp)
         return load_student(checkpoint).head.to(process.device), teacher
     except UserError as error:

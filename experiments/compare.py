@@ -61,7 +61,7 @@ MEASURES = {"probe": "linear probe", "knn": "k-NN"}
 TEACHER = "timm/tf_efficientnet_lite0.in1k"
 PAPERS_GAIN = {"probe": 3.4, "knn": 1.3}      # routed minus none, and routed minus uniform
 OBSTACLES = {
-    "rows": "rows are missing; the same command measures them.",
+    "rows": "rows are missing; without --print, the same command measures them.",
     "duplicates": "most test images are labeled images, too: val/ must hold other photographs.",
     "teacher": "the teacher is no better than an untrained student; take another --teacher.",
     "students": "the students may have learned nothing: together, they are not above untrained "
@@ -71,8 +71,9 @@ OBSTACLES = {
               "run is too short for its router.",
     "lambda": "the weights of routed students hardly differ from uniform ones, or from those that "
               "routers have anyway (dispatch_cv): take a smaller lambda.",
-    "intervals": "intervals are wider than the paper's gains (1.3 points of k-NN, 3.4 of the "
-                 "probe); more seeds and more images in val/ narrow them."}
+    "intervals": "no difference survives the correction, but the intervals of the first pair hold "
+                 "the paper's gains, too (1.3 points of k-NN, 3.4 of the probe); more seeds and "
+                 "more images in val/ narrow them."}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -90,16 +91,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--held-out", action="store_true",
         help="train on three quarters of the training images and measure on the fourth, to choose "
              "a setting")
-    add("--epochs", type=positive_int, default=16)
+    add("--epochs", type=positive_int, default=16, help="of students")
     add("--pairs", nargs="*", default=PAIRS, metavar='"ARM - ARM"', help="what is to be compared")
     add("--arms", nargs="*", default=[], metavar="ARM", help="more arms to train")
-    add("--seeds", nargs="+", type=int, default=range(3, 9))
+    add("--seeds", nargs="+", type=int, default=[3, 4, 5, 6, 7, 8], help="of students")
     add("--processes", type=positive_int, default=1, help="students at a time, each on one core")
     add("--out", type=Path, default=Path("runs/compare"), help="images, tokens, and --rows")
     add("--rows", type=Path, metavar="FILE", help="(default: rows.jsonl in --out)")
     add("--print", action="store_true", help="train nothing; print what --rows has")
     add("--save", type=Path, metavar="FILE",
-        help="train one student, of one of --arms and --seeds, and save it as a checkpoint")
+        help="train one student, of the first of --arms and --seeds, and save it as a checkpoint")
     args = parser.parse_args(argv)
     args.rows = args.rows or args.out / "rows.jsonl"
     args.pairs = [pair.split(" - ") for pair in args.pairs]
@@ -148,6 +149,7 @@ def prepare_once(args: argparse.Namespace):
     """Computes the teacher's tokens, unless --out has them. Raises UserError if it has others."""
     flags = dict(data=args.data, image_size=args.image_size, images=args.images, bank=args.bank)
     if not (args.out / "facts.json").exists():
+        students.list_images(args.data, args.images, args.bank)      # an error comes at once
         students.prepare(args.out, teacher=find_teacher(args), **flags)
     if args.teacher:
         flags["teacher"] = args.teacher
@@ -276,8 +278,9 @@ def measure_rows(args: argparse.Namespace):
             np.save(find_file(args, row, "npy"), np.packbits(right, axis=1))
             file.write(json.dumps(row) + "\n")
             file.flush()
-            note(f"{row['arm']}, seed {row['seed']}: probe {row['probe']:.1f} %, k-NN "
-                 f"{row['knn']:.1f} %", sys.stdout)
+            seed = "" if row["seed"] is None else f", seed {row['seed']}"
+            note(f"{row['arm']}{seed}: probe {row['probe']:.1f} %, k-NN {row['knn']:.1f} %",
+                 sys.stdout)
 
 
 def find_file(args: argparse.Namespace, row: dict, kind: str) -> Path:
@@ -362,60 +365,45 @@ def image_error(args: argparse.Namespace, rows: list[dict], arm: str, other: str
     return math.sqrt(max(0.0, gain.mean(0).var(ddof=1) - noise) / gain.shape[1])
 
 
-def compare_arms(args: argparse.Namespace, rows: list[dict], arm: str, other: str,
-                 measure: str) -> dict:
-    """arm minus other: the mean, its margin of error (half of the interval), and p; empty if they
-    share no two seeds
-
-    Margin and p are for other seeds and, as `margin_images` and `p_images`, for other test images,
-    too, if --out has which answers were right.
-    """
-    values = paired_differences(rows, arm, other, measure)
-    if len(values) < 2:
-        return {}
-    found = dict(name=f"{arm} minus {other}, {MEASURES[measure]}", pair=[arm, other],
-                 measure=measure, mean=float(values.mean()), seeds=len(values),
-                 margin=half_width(values), p=p_value(values))
-    by_images = image_error(args, rows, arm, other, measure)
-    if by_images is None:
-        return found
-    return found | dict(margin_images=half_width(values, by_images),
-                        p_images=p_value(values, by_images))
-
-
 def compare_pairs(args: argparse.Namespace, rows: list[dict]) -> list[dict]:
-    """The comparisons of --pairs, first in the probe, then in k-NN, with p values corrected by
-    Holm's method
+    """The comparisons of --pairs that have two seeds, first in the probe, then in k-NN: the mean of
+    one arm minus the other, its margin of error (half of the interval), and p, by itself and
+    corrected by Holm's method
+
+    They are for other seeds and, if --out has all answers (`images`), for other test images, too.
     """
-    found = [compare_arms(args, rows, *pair, measure) for measure in MEASURES
-             for pair in args.pairs]
-    found = [each for each in found if each]
-    for p in ("p", "p_images"):
-        if all(p in each for each in found):
-            for each, corrected in zip(found, holm([each[p] for each in found])):
-                each[f"corrected_{p}"] = corrected
+    looks = [(arm, other, measure) for measure in MEASURES for arm, other in args.pairs
+             if len(paired_differences(rows, arm, other, measure)) > 1]
+    errors = [image_error(args, rows, *look) for look in looks]
+    images, found = None not in errors, []
+    for (arm, other, measure), error in zip(looks, errors):
+        values = paired_differences(rows, arm, other, measure)
+        by_images = error if images else 0.0
+        found.append(dict(name=f"{arm} minus {other}, {MEASURES[measure]}", pair=[arm, other],
+                          measure=measure, images=images, mean=float(values.mean()),
+                          seeds=len(values), margin=half_width(values, by_images),
+                          p=p_value(values, by_images)))
+    for each, corrected in zip(found, holm([each["p"] for each in found])):
+        each["corrected_p"] = corrected
     return found
-
-
-def margin(each: dict) -> float:
-    """The margin of error for other seeds and, if that is known, for other test images, too"""
-    return each.get("margin_images", each["margin"])
 
 
 def differing(found: list[dict]) -> list[dict]:
     """The comparisons whose corrected p is below 0.05"""
-    return [each for each in found if each.get("corrected_p_images", each["corrected_p"]) < 0.05]
+    return [each for each in found if each["corrected_p"] < 0.05]
 
 
 def cell(values: np.ndarray) -> str:
     return f"{values.mean():+.2f} ± {half_width(values):.2f}" if len(values) > 1 else ""
 
 
-def print_table(rows: list[dict]):
+def print_table(args: argparse.Namespace, rows: list[dict]):
     """A line for each arm: how its weights vary, its accuracies, and differences to the arms none
     and uniform that the header names, with 95 % intervals for other seeds
     """
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    asked = [*REFERENCES, "untrained", *itertools.chain(*args.pairs), *args.arms]
+    there = [row["arm"] for row in rows]
+    arms = [arm for arm in dict.fromkeys(asked + there) if arm in there]
     none, uniform = (min((arm for arm in arms if arm.split(",")[0] == name), default=name)
                      for name in ("none", "uniform"))
     print(f"| arm (seeds) | dispatch_cv | probe, % | to {none} | to {uniform} | k-NN, % | to "
@@ -471,7 +459,8 @@ def find_obstacle(args: argparse.Namespace, rows: list[dict], found: list[dict])
         # the variation of weights that are free (`losses.loss_spread`); a router's vary less
         free = np.mean([row["token_spread"] for row in own]) / own[0]["lambda_"]
         return "length" if cv < free / 4 else "lambda"
-    if all(margin(each) > PAPERS_GAIN[each["measure"]] for each in first) and not differing(found):
+    if not differing(found) and all(each["mean"] + each["margin"] > PAPERS_GAIN[each["measure"]]
+                                    for each in first):
         return "intervals"
     return ""
 
@@ -480,14 +469,14 @@ def find_verdict(args: argparse.Namespace, rows: list[dict], found: list[dict]) 
     """What the rows can tell, in words"""
     if obstacle := find_obstacle(args, rows, found):
         return f"This run cannot tell, because {OBSTACLES[obstacle]}"
-    images = "and other" if "corrected_p_images" in found[0] else "on the same"
+    images = "and other" if found[0]["images"] else "on the same"
     scope = (f"This is for other seeds {images} test images, with small students, fixed crops and "
              "this schedule.")
     if names := [f"{each['name']} ({each['mean']:+.2f})" for each in differing(found)]:
         return f"After the correction, these differ: {'; '.join(names)}. {scope}"
-    limit = max(abs(each["mean"]) + margin(each) for each in found)
+    limit, name = max((abs(each["mean"]) + each["margin"], each["name"]) for each in found)
     return ("No difference survives the correction; the intervals leave room for differences of "
-            f"up to {limit:.1f} points. {scope}")
+            f"up to {limit:.1f} points ({name}). {scope}")
 
 
 def report(args: argparse.Namespace):
@@ -499,17 +488,18 @@ def report(args: argparse.Namespace):
             continue      # a row of the first round may have another lambda than its arm
         groups[tuple(row.get(name, "?") for name in ("epochs", "images", "bank", "test"))] += [row]
     for (epochs, images, bank, test), rows in groups.items():
-        print(f"\n{epochs} epochs of {images} images, {bank} labeled and {test} test images\n")
-        print_table(rows)
+        print(f"\n{epochs} epochs of {images} images, {bank} labeled and {test} test images;\n"
+              "dispatch_cv: how much the weights of an image's patches differ; ±: 95 % interval "
+              "for other seeds\n")
+        print_table(args, rows)
         if found := compare_pairs(args, rows):
-            print("\nDifferences in points with 95 % intervals for other seeds, and p of a paired "
-                  f"t test, by itself and by Holm's method for {len(found)} comparisons:")
+            images = " and other test images" if found[0]["images"] else ""
+            print(f"\nDifferences in points with 95 % intervals for other seeds{images}, and p of "
+                  f"paired t tests, by themselves and by Holm's method for {len(found)} "
+                  "comparisons:")
         for each in found:
             print(f"{each['name']}: {each['mean']:+.2f} ± {each['margin']:.2f}, {each['seeds']} "
                   f"seeds, p {each['p']:.3f}, {each['corrected_p']:.3f}")
-            if "corrected_p_images" in each:
-                print(f"    with other test images: ± {each['margin_images']:.2f}, "
-                      f"p {each['p_images']:.3f}, {each['corrected_p_images']:.3f}")
         for row in rows:
             if row.get("duplicates", 0) > 0.03:
                 print(f"{row['duplicates']:.0%} of the test images are labeled images, too, so "
@@ -522,10 +512,12 @@ def save_one(args: argparse.Namespace):
     """Trains the first of --arms with the first of --seeds, and writes it in half precision to
     --save.
     """
+    torch.set_num_threads(1)      # as for a row, so that the student is the same
     key = next(key for key in find_keys(args) if key["arm"] == args.arms[0])
     train_set, *_ = students.open_sets(args.out, args.held_out)
     student, _ = train_student(args, key, train_set)
     save(args, key, student.half(), args.save)
+    note(f"{args.save}: {key['arm']}, seed {key['seed']}", sys.stdout)
 
 
 def main(args: argparse.Namespace):
