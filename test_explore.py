@@ -4551,26 +4551,43 @@ class TestExperiments:
         x, y = (np.random.default_rng(7).normal(size=(count, 3)) for count in (1203, 2))
         assert students.checksum(x, y) == f"{zlib.crc32(x.tobytes() + y.tobytes()):08x}"
 
-    def test_the_room_for_a_difference_is_on_both_sides(self, monkeypatch):
-        monkeypatch.setattr(compare, "find_obstacle", lambda *_: "")
-        found = [dict(name=f"at {mean}", mean=mean, margin=1.0, corrected_p=0.2, images=True)
-                 for mean in (-2.0, 0.5)]
-        assert "up to 3.0 points (at -2.0)" in compare.find_verdict(None, [], found)
+    def test_a_verdict_is_of_the_first_pair_and_names_what_differs(self, monkeypatch):
+        args = compare.parse_args("--data x --pairs".split() + ["routed - uniform",
+                                                                "routed - none"])
+        found = [dict(name=f"{other} {measure}", pair=["routed", other], mean=mean, margin=1.0,
+                      corrected_p=p, images=True)
+                 for other, measure, mean, p in (
+                     ("uniform", "probe", -2.0, 0.2), ("none", "probe", 6.0, 0.01),
+                     ("uniform", "k-NN", 0.5, 0.2), ("none", "k-NN", 0.5, 0.2))]
 
-    @pytest.mark.parametrize("gains, obstacle", (
-        ((2.4, 0.4), "intervals"), ((2.4, 0.2), ""), ((2.3, 0.4), ""), ((-3.0, -3.0), "")))
-    def test_intervals_with_the_papers_gains_are_no_answer(self, monkeypatch, gains, obstacle):
-        """It has 3.4 points in the probe and 1.3 in k-NN; intervals are gains ± 1.05."""
+        def said(obstacle=""):
+            monkeypatch.setattr(compare, "find_obstacle", lambda *_: obstacle)
+            return compare.find_verdict(args, [], found)
+        assert "routed does not differ from uniform" in said() and "up to 3.0 points" in said()
+        assert "uniform probe" not in said() and "none probe (+6.00)" in said()
+        assert said("lambda").startswith("This run cannot tell routed from uniform")
+        assert "none probe (+6.00)" in said("lambda") and "none probe" not in said("rows")
+        found[2]["corrected_p"] = 0.04
+        assert "routed differs from uniform" in said() and "uniform k-NN (+0.50)" in said()
+
+    @pytest.mark.parametrize("margins, obstacle", (
+        ((1.71, 0.66), "intervals"), ((1.71, 0.64), ""), ((1.69, 0.66), "")))
+    def test_intervals_wider_than_the_papers_gains_are_no_answer(self, monkeypatch, margins,
+                                                                 obstacle):
+        """The paper gains 3.4 points in the probe and 1.3 in k-NN."""
         monkeypatch.setattr(compare, "have_learned", lambda *_: True)
-        args = compare.parse_args("--data x --pairs".split() + ["routed - uniform"])
-        rows = [dict(arm=arm, test=3000, probe=at, knn=at, dispatch_cv=cv, token_spread=0.1,
-                     lambda_=0.1) for arm, at, cv in (
-            ("teacher", 80.0, 0.0), ("untrained", 30.0, 0.0), ("untrained", 30.0, 0.0),
-            ("routed", 50.0, 0.5), ("uniform", 50.0, 0.1))]
-        found = [dict(name="", pair=args.pairs[0], measure=measure, mean=mean, margin=1.05,
-                      corrected_p=0.2, images=True)
-                 for measure, mean in zip(("probe", "knn"), gains)]
+        args = compare.parse_args("--data x --seeds 3 4 --pairs".split() + ["routed - uniform"])
+        rows = [dict(arm=arm, seed=seed, test=3000, probe=at, knn=at, dispatch_cv=cv,
+                     token_spread=0.1, lambda_=0.1)
+                for arm, at, cv in (("teacher", 80.0, 0.0), ("untrained", 30.0, 0.0),
+                                    ("routed", 50.0, 0.5), ("uniform", 50.0, 0.1))
+                for seed in (3, 4)]
+        found = [dict(pair=args.pairs[0], measure=measure, mean=0.5, margin=margin, images=True,
+                      corrected_p=0.2) for measure, margin in zip(("probe", "knn"), margins)]
         assert compare.find_obstacle(args, rows, found) == obstacle
+        found[1]["corrected_p"] = 0.04
+        assert compare.find_obstacle(args, rows, found) == ""
+        assert compare.find_obstacle(args, rows[:-1], found) == "rows"
 
     def test_the_tables_pair_arms_by_seed(self, tmp_path, capsys):
         probes = {"none": {3: 40.0, 4: 42.0, 5: 47.0}, "uniform, lambda 0.5": {3: 40.5, 4: 43.0},
@@ -4613,11 +4630,13 @@ class TestExperiments:
                                  lambda_=is_["lambda_"], token_spread=0.05))
         rows = [dict(epochs=1, images=2, test=is_["test"]) | row for row in rows]
         args = compare.parse_args(["--data", "x", "--out", str(tmp_path), "--pairs",
-                                   "routed - uniform", f"routed - {is_['other']}"])
+                                   "routed - uniform", f"routed - {is_['other']}", "--seeds",
+                                   *map(str, range(is_["seeds"]))])
         found = compare.compare_pairs(args, rows)
         assert compare.find_obstacle(args, rows, found) == obstacle
         verdict = compare.find_verdict(args, rows, found)
-        assert verdict.startswith("This run cannot tell" if obstacle else "After the correction")
+        assert verdict.startswith("This run cannot tell" if obstacle else "After the correction, "
+                                  "routed differs")
         assert obstacle or ("routed minus uniform, k-NN (+0.50)" in verdict
                             and "other seeds on the same test images" in verdict)
 
