@@ -4563,7 +4563,7 @@ class TestExperiments:
         def said(obstacle=""):
             monkeypatch.setattr(compare, "find_obstacle", lambda *_: obstacle)
             return compare.find_verdict(args, [], found)
-        assert "routed does not differ from uniform" in said() and "up to 3.0 points" in said()
+        assert "No difference between routed and uniform" in said() and "up to 3.0 points" in said()
         assert "uniform probe" not in said() and "none probe (+6.00)" in said()
         assert said("lambda").startswith("This run cannot tell routed from uniform")
         assert "none probe (+6.00)" in said("lambda") and "none probe" not in said("rows")

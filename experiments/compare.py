@@ -480,8 +480,8 @@ def find_verdict(args: argparse.Namespace, rows: list[dict], found: list[dict]) 
         said = f"After the correction, {arm} differs from {other}."
     else:
         limit = max(abs(each["mean"]) + each["margin"] for each in first)
-        said = (f"After the correction, {arm} does not differ from {other}; the intervals leave "
-                f"room for up to {limit:.1f} points.")
+        said = (f"No difference between {arm} and {other} survives the correction; the intervals "
+                f"leave room for up to {limit:.1f} points.")
     names = [f"{each['name']} ({each['mean']:+.2f})" for each in differing(found)]
     if obstacle == "rows" or obstacle and not names:
         return said
