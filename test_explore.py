@@ -4657,6 +4657,17 @@ class TestExperiments:
             compare.main(compare.parse_args(["--data", str(tmp_path / "nowhere"),
                                              "--out", str(tmp_path / "out")]))
 
+    @pytest.mark.parametrize("seed, lender", ((0, 1), (1, 2), (2, 1), (15, 16), (16, 15)))
+    def test_two_seeds_lend_to_each_other(self, tmp_path, monkeypatch, seed, lender):
+        args = compare.parse_args(["--data", "x", "--out", str(tmp_path)])
+        key = dict(arm="lent, lambda 0.5", weights="lent", seed=seed, epochs=3, images=7)
+        trained = []
+        monkeypatch.setattr(compare, "train_student", lambda *given: trained.append(given[1]))
+        monkeypatch.setattr(compare, "load_encoder", lambda file: file)
+        expected = key | dict(arm="routed, lambda 0.5", weights="dispatch", seed=lender)
+        assert compare.lend(args, {}, key) == compare.find_file(args, expected, "pt")
+        assert trained == [expected]
+
     def test_arms_are_names_and_settings(self):
         setting = compare.find_setting("routed, lambda 0.5, rate x 10, w_cls 2")
         assert setting == compare.DEFAULTS | dict(lambda_=0.5, router_rate=10.0, cls_weight=2.0)

@@ -151,7 +151,7 @@ def prepare_once(args: argparse.Namespace):
     """Computes the teacher's tokens, unless --out has them. Raises UserError if it has others."""
     flags = dict(data=args.data, image_size=args.image_size, images=args.images, bank=args.bank)
     if not (args.out / "facts.json").exists():
-        students.list_images(args.data, args.images, args.bank)      # an error comes at once
+        students.list_images(args.data, args.images, args.bank)      # before a teacher is fetched
         students.prepare(args.out, teacher=find_teacher(args), **flags)
     if args.teacher:
         flags["teacher"] = args.teacher

@@ -179,8 +179,8 @@ def read_batch(train_set: dict, rng: np.random.Generator, index: np.ndarray) -> 
     flip = rng.random(len(index)) < 0.5
     images, tokens = train_set["images"][index], train_set["tokens"][index]
     images[flip] = images[flip, ..., ::-1]
-    patches = tokens[:, -GRID ** 2:].reshape(-1, GRID, GRID, tokens.shape[2])      # a view
-    patches[flip] = patches[flip, :, ::-1]
+    patches = tokens[:, -GRID ** 2:].reshape(-1, GRID, GRID, tokens.shape[2])
+    patches[flip] = patches[flip, :, ::-1]      # and so are `tokens`, of which this is a view
     targets = torch.empty(len(index), 1 + GRID ** 2, tokens.shape[2])
     targets[:, -tokens.shape[1]:] = torch.from_numpy(tokens)
     if tokens.shape[1] == GRID ** 2:
