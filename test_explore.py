@@ -1525,8 +1525,8 @@ class TestFrozenEncoders:
         teacher = build_frozen(f"timm/{name}/random", grid)
         assert teacher.image_size == side and teacher.dim == tokens.shape[2]
         ours = teacher(images)
-        torch.testing.assert_close(ours[:, 1:], tokens[:, prefix:], rtol=0, atol=1e-6)
-        torch.testing.assert_close(ours[:, 0], cls, rtol=0, atol=1e-6)
+        torch.testing.assert_close(ours[:, 1:], tokens[:, prefix:], rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours[:, 0], cls, rtol=0, atol=1e-5)
 
     @pytest.mark.parametrize("grid", (None, 2))
     @pytest.mark.parametrize("name, channels_last, pools", (
