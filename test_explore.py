@@ -4263,6 +4263,13 @@ class TestExperiments:
         epochs = [row["epochs"] for row in comparison(*words, epochs=3)]
         assert epochs == [2] * 4 + [3] * 4      # other students
         assert len(list((tmp_path / "out" / "rows").glob("*.npy"))) == 8
+        tokens = np.load(tmp_path / "out" / "tokens.npy")
+        np.save(tmp_path / "out" / "tokens.npy", 1.01 * tokens)
+        with pytest.raises(common.UserError, match="rows.jsonl"):
+            comparison(*words)
+        tokens[::7] = np.nextafter(tokens[::7], np.float16(np.inf))      # as on another CPU
+        np.save(tmp_path / "out" / "tokens.npy", tokens)
+        assert len(comparison(*words, epochs=3)) == 8
         labels = np.load(tmp_path / "out" / "labels.npy")
         np.save(tmp_path / "out" / "labels.npy", labels[::-1])
         with pytest.raises(common.UserError, match="rows.jsonl"):

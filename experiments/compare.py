@@ -243,16 +243,19 @@ def save(args: argparse.Namespace, key: dict, student: Explore, file: Path):
 
 
 def find_keys(args: argparse.Namespace) -> list[dict]:
-    """What identifies each row: arm, seed, settings, and digests of images and tokens. A file holds
-    the rows of one set and one teacher. Raises UserError.
+    """What identifies each row: arm, seed, settings, a checksum of the images, and what describes
+    the tokens. A file holds the rows of one set and one teacher. Raises UserError.
     """
     train_set, bank, test = sets = students.open_sets(args.out, args.held_out)
     arrays = (each[name] for each in sets for name in ("images", "labels"))
-    same = dict(data=students.checksum(*arrays), teacher=students.checksum(train_set["tokens"]))
+    same = dict(data=students.checksum(*arrays),
+                tokens=rounded(students.describe_tokens(train_set["tokens"])))
     for row in read_lines(args.rows):
-        if not same.items() <= row.items():
+        if row.get("data") != same["data"] or not np.allclose(
+                row.get("tokens", 0), same["tokens"], rtol=1e-3, atol=0):
             raise UserError(f"{args.rows} has rows of other images or of another teacher; give "
                             "another --rows")
+        same["tokens"] = row["tokens"]
     same |= dict(epochs=args.epochs, images=len(train_set["images"]), bank=len(bank["images"]),
                  test=len(test["images"]))
     arms = dict.fromkeys(itertools.chain(["untrained"], *args.pairs, args.arms))
