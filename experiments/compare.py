@@ -505,8 +505,8 @@ def report(args: argparse.Namespace):
         groups[tuple(row.get(name, "?") for name in ("epochs", "images", "bank", "test"))] += [row]
     for (epochs, images, bank, test), rows in groups.items():
         print(f"\n{epochs} epochs of {images} images, {bank} labeled and {test} test images;\n"
-              "dispatch_cv: how much the weights of an image's patches differ; ±: 95 % interval "
-              "for other seeds\n")
+              "dispatch_cv: how much a router's weights of an image's patches differ; "
+              "±: 95 % interval for other seeds\n")
         print_table(args, rows)
         if found := compare_pairs(args, rows):
             images = " and other test images" if found[0]["images"] else ""
