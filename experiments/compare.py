@@ -243,8 +243,8 @@ def save(args: argparse.Namespace, key: dict, student: Explore, file: Path):
 
 
 def find_keys(args: argparse.Namespace) -> list[dict]:
-    """What identifies each row: arm, seed, settings, a checksum of the images, and what describes
-    the tokens. A file holds the rows of one set and one teacher. Raises UserError.
+    """What identifies each row: arm, seed, settings, a checksum of the images, and four
+    numbers of the tokens. A file holds the rows of one set and one teacher. Raises UserError.
     """
     train_set, bank, test = sets = students.open_sets(args.out, args.held_out)
     arrays = (each[name] for each in sets for name in ("images", "labels"))
@@ -255,7 +255,7 @@ def find_keys(args: argparse.Namespace) -> list[dict]:
                 row.get("tokens", 0), same["tokens"], rtol=1e-3, atol=0):
             raise UserError(f"{args.rows} has rows of other images or of another teacher; give "
                             "another --rows")
-        same["tokens"] = row["tokens"]
+        same["tokens"] = row["tokens"]      # perhaps of another CPU
     same |= dict(epochs=args.epochs, images=len(train_set["images"]), bank=len(bank["images"]),
                  test=len(test["images"]))
     arms = dict.fromkeys(itertools.chain(["untrained"], *args.pairs, args.arms))

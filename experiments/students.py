@@ -170,8 +170,8 @@ def checksum(*arrays: np.ndarray) -> str:
 
 
 def describe_tokens(tokens: np.ndarray) -> list[float]:
-    """Four numbers that tell teachers apart: the mean sizes of the first token's first values. A
-    checksum would not do, because the last bits of tokens differ from CPU to CPU.
+    """Four numbers of tokens [M, N, D] that tell teachers apart: mean absolute values of the first
+    token's first channels. A checksum would differ from CPU to CPU, as the last bits do.
     """
     return np.abs(tokens[:, 0, :4]).mean(0, dtype=np.float64).tolist()
 
